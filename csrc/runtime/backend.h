@@ -4,6 +4,7 @@
 #include <array>
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "base/check.h"
@@ -65,6 +66,8 @@ class Backend {
   virtual void set_pdl(bool) {}
   // The same: thread blocks of the last dispatch's and combine's kernels, of either mode; 0: there was none.
   virtual std::array<int, kNumKinds> last_blocks() const { return {}; }
+  // The same: their plans in words.
+  virtual std::array<std::string, kNumKinds> last_plans() const { return {}; }
   virtual WireBytes wire_bytes() const { return {}; }
   // The buffer is being destroyed, maybe by another thread: a call that waits on the host ends at once.
   virtual void end_waits() {}

@@ -76,7 +76,7 @@ class Group {
   void combine_weights(LlCombineWeightsParams& params, void* stream);
   // `row_bytes`: of a row on the wire.
 
-  // Masks (group_masks.cc). Low latency goes on without a masked rank until all ranks clean the masks together.
+  // Masks (masks.cc). Low latency goes on without a masked rank until all ranks clean the masks together.
   void mask(int rank, void* stream);
   void query_masks(int32_t* status, void* stream);
   void clean_masks(Bootstrap& bootstrap);

@@ -60,7 +60,14 @@ cudaError_t cudaDeviceGetPCIBusId(char* text, int bytes, int device) {
   std::snprintf(text, bytes, "emulated %d", device);
   return cudaSuccess;
 }
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
+// As sm_90, but for the SMs.
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  if (attribute != cudaDevAttrMultiProcessorCount) {
+    *value = attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin ? 227 * 1024
+             : attribute == cudaDevAttrComputeCapabilityMajor     ? 9
+                                                                  : 0;
+    return cudaSuccess;
+  }
   const char* text = std::getenv("NCCL_EP_EMULATOR_SMS");
   *value = text != nullptr ? std::atoi(text) : 4;
   return cudaSuccess;

@@ -3,36 +3,40 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
-#include <chrono>
-#include <cstring>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <type_traits>
+#include <variant>
 #include <vector>
 
-#include "base/interruption.h"
-#include "cuda/host/gpu_identity.h"
+#include "cuda/host/exact_sizes.h"
+#include "cuda/host/links.h"
 #include "cuda/host/memory.h"
 #include "cuda/host/one_gpu_world.h"
-#include "cuda/launch/launch_util.h"
-#include "layout/common/block_formats.h"
-#include "runtime/agreement.h"
-#include "transport/collective_step.h"
+#include "cuda/host/setup.h"
+#include "cuda/launch/launch.h"
+#include "runtime/arch.h"
+#include "transport/device/check_cuda.h"
 #include "transport/device/device_guard.h"
-#include "transport/nccl/api.h"
-#include "transport/nccl/version.h"
 #include "transport/nccl/window.h"
 
 namespace ep {
 namespace {
 
-constexpr double kMinSetupSeconds = 60;  // NCCL's start takes seconds, however short the deadline of operations
+template <class Params>
+constexpr bool kIsLl = std::is_same_v<Params, LlDispatchParams> || std::is_same_v<Params, LlCombineParams> ||
+                       std::is_same_v<Params, LlCombineWeightsParams>;
 
 class CudaBackend : public Backend {
  public:
   CudaBackend(std::unique_ptr<Memory> memory, const Window& window, const Topology& topology)
-      : memory_(memory.release(), &tear_down), window_(window), topology_(topology), num_ranks_(topology.num_ranks) {
+      : memory_(memory.release(), &tear_down),
+        window_(window),
+        topology_(topology),
+        num_ranks_(topology.num_ranks),
+        arch_(memory_->arch_of_a_rank(num_ranks_)),
+        links_(*memory_, window_, topology_, arch_),
+        sizes_(*memory_, *this) {
     const Region<char>& arena = window.ht.arena;
     if (arena.count == 0) return;
     arena_ = std::make_shared<Arena>(memory_->peers.local<char>(arena.offset), arena.offset, arena.count, memory_);
@@ -47,7 +51,7 @@ class CudaBackend : public Backend {
   void combine_weights(const LlCombineWeightsParams& params, void* stream) override { run(params, stream); }
   void ht_dispatch(const HtDispatchParams& given, void* stream) override {
     HtDispatchParams params = given;
-    const Launch<HtDispatchParams> launch = launch_for(params);
+    const Launch<HtDispatchParams> launch = launch_of(params, num_tokens(params), arch_for(params));
     params.chunks = launch.plan.chunks;
     if (routes(params.variant)) route(params, stream);
     if (!sends_rows(params.variant)) return;
@@ -105,7 +109,20 @@ class CudaBackend : public Backend {
 
   WireBytes wire_bytes() const override { return memory_->network ? memory_->network->wire_bytes() : WireBytes{}; }
 
-  std::array<int, kNumKinds> last_blocks() const override { return last_blocks_; }
+  std::array<int, kNumKinds> last_blocks() const override {
+    std::array<int, kNumKinds> blocks{};
+    for (int kind = 0; kind < kNumKinds; kind++) {
+      std::visit([&](const auto& plan) { blocks[kind] = plan.blocks; }, last_plans_[kind]);
+    }
+    return blocks;
+  }
+  std::array<std::string, kNumKinds> last_plans() const override {
+    std::array<std::string, kNumKinds> texts;
+    for (int kind = 0; kind < kNumKinds; kind++) {
+      std::visit([&](const auto& plan) { texts[kind] = plan.blocks > 0 ? describe(plan) : ""; }, last_plans_[kind]);
+    }
+    return texts;
+  }
 
   Failure failure() const override {
     // Pairs with the fence before the kernel's store of the code; nothing is written after it.
@@ -164,7 +181,7 @@ class CudaBackend : public Backend {
   void set_pdl(bool enabled) override { uses_pdl_ = enabled; }
 
   void end_waits() override {
-    is_destroyed_ = true;
+    sizes_.end_waits();
     if (memory_->world) memory_->world->abort(memory_->peers.rank);
   }
 
@@ -209,324 +226,83 @@ class CudaBackend : public Backend {
   bool overlaps_before(const LlPlan&) const { return uses_pdl_; }
   // Only if both leave SMs free: a GPU must not be full of kernels that wait for one operation of the peers.
   bool overlaps_before(const HtPlan& plan) const {
-    return uses_pdl_ && plan.blocks + kHtRouteBlocks < memory_->num_sms;
+    return uses_pdl_ && plan.blocks + kHtRouteBlocks < memory_->arch.num_sms;
   }
 
   // The hot path: an op has set the device, and CUDA is called for the launch alone.
   template <class Params>
   void run(const Params& params, void* stream) {
-    run(params, launch_for(params), stream);
-  }
-
-  template <class Params>
-  static constexpr bool kIsLl = std::is_same_v<Params, LlDispatchParams> || std::is_same_v<Params, LlCombineParams> ||
-                                std::is_same_v<Params, LlCombineWeightsParams>;
-
-  template <class Params>
-  RailPlan rail_plan(const Params& params, const LlRail& rail, int num_sms) const {
-    RailSizes sizes{rail.others(), rail.row_channels, params.shape.max_tokens, rail.row_bytes};
-    if constexpr (std::is_same_v<Params, LlDispatchParams>) {
-      sizes.sends_rows = sends(params.phase);
-      sizes.forwards_routing = receives(params.phase);
-      sizes.forwards_rows = receives(params.phase) && !rail.places_rows;
-    } else if constexpr (std::is_same_v<Params, LlCombineParams>) {
-      sizes.adds_up = receives(params.phase);
-      sizes.ends_early = ends_early(rail, num_sms);
-    }
-    const RailPlan plan = plan_rail(sizes, num_sms);
-    return sizes.shares_work() ? tuned("EP_PLAN_R", plan) : plan;
-  }
-
-  // But for its blocks.
-  template <class Params>
-  LlRail rail_of(const Params& params) const {
-    constexpr Kind kind = std::is_same_v<Params, LlDispatchParams> ? Kind::kDispatch : Kind::kCombine;
-    int row_bytes = scalar_row_bytes(params.shape.topk);
-    if constexpr (std::is_same_v<Params, LlDispatchParams>) {
-      row_bytes = params.row.wire_bytes();
-    } else if constexpr (std::is_same_v<Params, LlCombineParams>) {
-      row_bytes = wire_row_bytes(params.options.wire_dtype, params.hidden);  // sums cross, whatever params.row is
-    }
-    const RailRegions& regions = window_.rail[static_cast<int>(kind)];
-    LlRail rail = LlRail::make(regions, kind, topology_, memory_->peers.rank, row_bytes);
-    const bool is_for_one = rail.link_size == 1 && !memory_->peers.can_be_masked;
-    if constexpr (std::is_same_v<Params, LlDispatchParams>) rail.places_rows = is_for_one;
-    if constexpr (std::is_same_v<Params, LlCombineParams>) {
-      rail.adds_rows = is_for_one && params.phase == Phase::kFused;
-    }
-    const auto need = static_cast<uint64_t>(params.shape.max_tokens) * row_bytes;
-    EP_CHECK(need <= rail.rows_bytes, params.shape.max_tokens, " rows of ", row_bytes,
-             " bytes do not fit the network's part of the window, ", rail.rows_bytes, " bytes", room_for_rows(kind));
-    EP_CHECK(rail.share(params.shape.max_tokens) <= kMaxRailShare, "max_tokens is ", params.shape.max_tokens,
-             ", low latency over several NVLink domains serves ", kMaxRailShare * rail.row_channels,
-             rail.has_domain_sums() || memory_->peers.can_be_masked
-                 ? ""
-                 : " in the mesh: make the buffer for the rail (ll_network)");
-    return rail;
-  }
-  template <class Params>
-  LlRail rail_of(const Params& params, const LlPlan& plan) const {
-    LlRail rail = rail_of(params);
-    const RailPlan blocks = rail_plan(params, rail, num_blocks(params, own_sms()));
-    rail.send_blocks = blocks.send_blocks;
-    rail.forward_blocks = blocks.forward_blocks;
-    rail.sum_blocks = blocks.sum_blocks;
-    rail.share_channels(blocks.parts);
-    if constexpr (requires { params.phase; }) rail.sums_at = params.phase == Phase::kFused ? plan.sender_blocks : 0;
-    return rail;
-  }
-
-  template <class Params>
-  Launch<Params> launch_for(const Params& params) const {
-    const int blocks = num_blocks(params, own_sms());
-    const int tokens = memory_->world ? params.shape.max_tokens : params.num_tokens;  // of all ranks: they share a plan
     if constexpr (kIsLl<Params>) {
-      if (memory_->network) return launch_between_domains(params, tokens, blocks);
-    }
-    return launch_of(params, tokens, blocks);
-  }
-  // Receivers begin where blocks of the rail have ended: the launch has more blocks than SMs. Where `num_sms` are what
-  // is wanted, or all ranks share the GPU, it must not.
-  bool ends_early(const LlRail& rail, int num_sms) const {
-    return rail.adds_rows && memory_->world == nullptr && num_sms == own_sms();
-  }
-  template <class Params>
-  Launch<Params> launch_between_domains(const Params& params, int tokens, int blocks) const {
-    const LlRail rail = rail_of(params);
-    const int others = blocks - rail_plan(params, rail, blocks).blocks();
-    if constexpr (std::is_same_v<Params, LlCombineParams>) {
-      if (rail.adds_rows) {
-        check_served(params);
-        LlPlan plan = plan_of(params, tokens, std::max(ends_early(rail, blocks) ? blocks : others, 2));
-        plan.sender_blocks = plan.receiver_block0 =
-            std::max(plan.sender_blocks * (topology_.domain_size - 1) / (num_ranks_ - 1), 1);
-        Launch<Params> how{plan, geometry_of(params, plan)};
-        how.geometry.send_inside(plan, topology_.domain_size);
-        return how;
+      if (memory_->network) {
+        const LinkedLaunch<Params> how = links_.launch_of(params, num_tokens(params), arch_for(params));
+        return memory_->network->launch(args_of(params, how.launch), how.rail, stream);
       }
     }
-    Launch<Params> how = launch_of(params, tokens, std::max(others, 2));
-    if constexpr (std::is_same_v<Params, LlDispatchParams>) {  // a rank alone in its domain sends no row inside
-      if (topology_.domain_size == 1 && params.phase == Phase::kFused) how.geometry.send_units = 0;
-    }
-    return how;
+    run(params, launch_of(params, num_tokens(params), arch_for(params)), stream);
   }
-  // In a world on one GPU a launch holds the blocks of all ranks, and maybe that of the NIC.
-  int own_sms() const {
-    if (memory_->world == nullptr) return memory_->num_sms;
-    return (memory_->num_sms - (memory_->network ? 1 : 0)) / num_ranks_;
-  }
-
   template <class Params>
   void run(const Params& params, const Launch<Params>& how, void* stream) {
-    KernelArgs<Params> args = args_of(params);
-    args.plan = how.plan;
-    args.geometry = how.geometry;
-    args.plan.pdl = memory_->world == nullptr && overlaps_before(args.plan);
-    launch_over(params, args, stream);
-    constexpr bool is_dispatch =
-        std::is_same_v<Params, LlDispatchParams> || std::is_base_of_v<HtDispatchParams, Params>;
-    last_blocks_[static_cast<int>(is_dispatch ? Kind::kDispatch : Kind::kCombine)] = args.plan.blocks;
-  }
-
-  template <class Params>
-  void launch_over(const Params& params, const KernelArgs<Params>& args, void* stream) {
-    if (memory_->network == nullptr) {
-      return memory_->world ? memory_->world->run(memory_->peers.rank, args, stream) : launch(args, stream);
+    const KernelArgs<Params> args = args_of(params, how);
+    if constexpr (!kIsLl<Params>) {
+      if (memory_->network) return memory_->network->launch(args, links_.ht_rail_of(params), stream);
     }
-    if constexpr (kIsLl<Params>) {
-      memory_->network->launch(args, rail_of(params, args.plan), stream);
-    } else {
-      memory_->network->launch(args, ht_rail_of(params), stream);
-    }
-  }
-
-  template <class Params>
-  HtRail ht_rail_of(const Params& params) const {
-    constexpr Kind kind = std::is_same_v<Params, HtCombineParams> ? Kind::kCombine : Kind::kDispatch;
-    const int route_bytes = kind == Kind::kDispatch ? params.offsets.route.bytes_with_token() : 0;
-    return HtRail::make(window_.ht, kind, topology_, memory_->peers.rank, params.shape, params.offsets.row,
-                        route_bytes);
+    return memory_->world ? memory_->world->run(memory_->peers.rank, args, stream) : launch(args, stream);
   }
 
   // The routing kernel of a dispatch. If the caller asks for the sizes, the host waits for them.
   void route(const HtDispatchParams& params, void* stream) {
     HtRouteParams routing{params, memory_->ht_block_counts};
     if (params.host_sizes == nullptr) return run(routing, stream);
-    const int count = 2 + params.output.local_experts;  // and the most tokens of a rank behind them
-    check_not_capturing(static_cast<cudaStream_t>(stream));
-    make_room_for_sizes(count + 1);
-    EP_CUDA(cudaHostGetDevicePointer(reinterpret_cast<void**>(&routing.host_sizes), memory_->ht_sizes, 0));
-    EP_CUDA(cudaHostGetDevicePointer(reinterpret_cast<void**>(&routing.host_epoch), &memory_->host->ht_epoch, 0));
-    const uint64_t before = std::atomic_ref(memory_->host->ht_epoch).load(std::memory_order_relaxed);
+    const auto cuda_stream = static_cast<cudaStream_t>(stream);
+    sizes_.prepare(routing, cuda_stream);
     run(routing, stream);
-    await_sizes(before, static_cast<cudaStream_t>(stream));
-    std::copy_n(memory_->ht_sizes, count, params.host_sizes);
-    if (params.host_most_tokens != nullptr) *params.host_most_tokens = memory_->ht_sizes[count];
-  }
-
-  // The kernel has a deadline, so the host needs none. It looks at the stream once in a while: each time takes a lock
-  // of the driver that other threads want.
-  void await_sizes(uint64_t before, cudaStream_t stream) {
-    constexpr int kPollsPerCheck = 4096;
-    constexpr std::chrono::milliseconds kLookEvery{20};
-    RelaxedCapture relaxed;
-    std::atomic_ref epoch(memory_->host->ht_epoch);
-    auto next_look = std::chrono::steady_clock::now() + kLookEvery;
-    for (int polls = 1; epoch.load(std::memory_order_acquire) == before; polls++) {
-      if (polls % kPollsPerCheck != 0) continue;
-      const Failure failed = failure();
-      if (failed.code != Failure::kNone) {
-        raise(failed.code == Failure::kTimeout ? ErrorKind::kTimeout : ErrorKind::kMismatch,
-              describe(failed, memory_->peers.rank, memory_->timeout_seconds));
-      }
-      if (is_destroyed_.load(std::memory_order_relaxed)) {
-        abort();  // else this thread would free what the buffer owns only after the kernel's deadline
-        raise(ErrorKind::kInvalidUsage, "the buffer was destroyed by another thread while rank ", memory_->peers.rank,
-              " waited for the sizes of a dispatch");
-      }
-      if (std::chrono::steady_clock::now() >= next_look) {
-        if (has_interruption()) interrupt(before);
-        next_look = std::chrono::steady_clock::now() + kLookEvery;
-      }
-      const cudaError_t state = cudaStreamQuery(stream);
-      if (state == cudaErrorNotReady || epoch.load(std::memory_order_acquire) != before) continue;
-      EP_CUDA(state);
-      raise(ErrorKind::kSystem, "the routing of a dispatch ended without sizes");
-    }
-  }
-
-  // Ctrl-C while the host waits for sizes: kernels in flight end, and the buffer has failed.
-  [[noreturn]] void interrupt(uint64_t before) {
-    abort();
-    EP_CUDA(cudaStreamSynchronize(memory_->stream));  // from now on, no kernel writes a failure of its own
-    Failure& failed = memory_->host->failure;
-    if (failure().code == Failure::kNone) {
-      failed.awaited = Awaited::kRouting;
-      failed.epoch = failed.expected = before + 1;
-      failed.seen = before;
-      failed.is_ht = 1;
-      std::atomic_ref(failed.code).store(Failure::kInterrupted, std::memory_order_release);
-    }
-    raise(ErrorKind::kTimeout, describe(failure(), memory_->peers.rank, memory_->timeout_seconds));
-  }
-
-  static void check_not_capturing(cudaStream_t stream) {
-    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    EP_CUDA(cudaStreamIsCapturing(stream, &status));
-    EP_CHECK(status == cudaStreamCaptureStatusNone,
-             "a dispatch of exact sizes waits for the host and cannot be captured: give a capacity");
-  }
-
-  void make_room_for_sizes(int count) {
-    if (count <= memory_->ht_sizes_count) return;
-    RelaxedCapture relaxed;
-    EP_CUDA(cudaFreeHost(memory_->ht_sizes));
-    memory_->ht_sizes = nullptr;
-    EP_CUDA(cudaHostAlloc(reinterpret_cast<void**>(&memory_->ht_sizes), count * sizeof(int64_t), cudaHostAllocMapped));
-    memory_->ht_sizes_count = count;
+    sizes_.await(params, cuda_stream);
   }
 
   template <class Params>
-  KernelArgs<Params> args_of(const Params& params) const {
-    return KernelArgs<Params>::of(memory_->state, memory_->peers, num_ranks_, params);
+  KernelArgs<Params> args_of(const Params& params, const Launch<Params>& how) {
+    auto args = KernelArgs<Params>::of(memory_->state, memory_->peers, num_ranks_, params);
+    args.plan = how.plan;
+    args.geometry = how.geometry;
+    args.plan.pdl = memory_->world == nullptr && overlaps_before(args.plan);
+    constexpr bool is_dispatch =
+        std::is_same_v<Params, LlDispatchParams> || std::is_base_of_v<HtDispatchParams, Params>;
+    last_plans_[static_cast<int>(is_dispatch ? Kind::kDispatch : Kind::kCombine)] = args.plan;
+    return args;
   }
 
-  // Blocks that the caller asks for, of those there are.
+  // That the plan is for: of all ranks of a world on one GPU, because they share a plan.
   template <class Params>
-  static int num_blocks(const Params& params, int available) {
-    available = std::max(available, 1);
+  int num_tokens(const Params& params) const {
+    return memory_->world ? params.shape.max_tokens : params.num_tokens;
+  }
+  // With the SMs that the caller asks for, of those there are.
+  template <class Params>
+  Arch arch_for(const Params& params) const {
     if constexpr (requires { params.options.num_sms; }) {
-      if (params.options.num_sms > 0) return std::min(params.options.num_sms, available);
+      if (params.options.num_sms > 0) return arch_.with_sms(std::min(params.options.num_sms, arch_.num_sms));
     }
-    return available;
+    return arch_;
   }
 
   std::shared_ptr<Memory> memory_;  // tensors of the arena keep it
   const Window window_;
   const Topology topology_;
   const int num_ranks_;
+  const Arch arch_;  // the share of the GPU that this rank has
+  const Links links_;
+  ExactSizes sizes_;
   std::shared_ptr<Arena> arena_;
   bool uses_pdl_ = true;
-  std::atomic<bool> is_destroyed_{false};
-  std::array<int, kNumKinds> last_blocks_{};
+  std::array<std::variant<LlPlan, HtPlan>, kNumKinds> last_plans_{LlPlan{.blocks = 0}, LlPlan{.blocks = 0}};
   std::mutex mutex_;  // of the private stream and its host block
 };
-
-void make_nccl_window(Bootstrap& bootstrap, Memory& memory, const Topology& topology, uint64_t bytes,
-                      const GroupConfig& config) {
-  const double seconds = std::max(config.timeout_seconds, kMinSetupSeconds);
-  ncclComm* const given = config.nccl_comm;
-  std::string version;
-  on_all_ranks(bootstrap, [&] { version = nccl_version_name(nccl().version); });
-  Agreement agreement;
-  agreement.add("the version of NCCL that is loaded", version);
-  agreement.check(bootstrap);
-  std::shared_ptr<NcclComm> comm = given != nullptr ? NcclComm::borrow(bootstrap, given, memory.device)
-                                                    : NcclComm::agree(bootstrap, memory.device, seconds);
-  if (topology.num_domains() > 1) require_network(bootstrap, *comm, config.masks_late_ranks);
-  memory.nccl_window = std::make_unique<NcclWindow>(bootstrap, std::move(comm), topology, bytes, seconds);
-  memory.peers = memory.nccl_window->peers();
-}
-
-void check_domains(const Topology& topology, const GroupConfig& config) {
-  if (topology.num_domains() == 1) return;
-  EP_CHECK(topology.num_ranks <= kMaxCudaRanks, topology.num_ranks, " ranks in ", topology.num_domains(),
-           " NVLink domains: GPUs serve ", kMaxCudaRanks);
-  const bool has_rail = config.ll_network == LlNetwork::kRail && topology.domain_size > 1;
-  EP_CHECK(!config.masks_late_ranks || !has_rail, "late ranks cannot be masked over the rail between ",
-           topology.num_domains(),
-           " NVLink domains, where a rank is reached through another: take the mesh (ll_network)");
-}
-
-void join_network(Bootstrap& bootstrap, const Topology& topology, const Window& window, const GroupConfig& config,
-                  Memory& memory) {
-  const bool has_ht = window.ht.message_words > 0;  // high throughput shares the contexts
-  const NetworkShape shape{LlRail::num_contexts(),
-                           LlRail::num_signals(topology) + (has_ht ? HtRail::num_signals(topology.num_domains()) : 0),
-                           LlRail::max_outstanding(config.masks_late_ranks) + (has_ht ? HtRail::max_outstanding() : 0)};
-  memory.peers.first = static_cast<uint8_t>(topology.domain_of(bootstrap.rank()) * topology.domain_size);
-  memory.peers.size = static_cast<uint8_t>(topology.domain_size);
-  memory.peers.link_size = static_cast<uint8_t>(window.rail[0].link_size);
-  memory.network =
-      make_network_path(bootstrap, {topology, shape, window.rail[0].link_size, memory.peers.local<char>(0),
-                                    window.bytes, memory.peers.stride, config.timeout_seconds, memory.nccl_window.get(),
-                                    memory.world, config.masks_late_ranks, config.network_seed});
-}
 
 }  // namespace
 
 std::unique_ptr<Backend> make_cuda_backend(Bootstrap& bootstrap, const Topology& topology, const Window& window,
                                            const GroupConfig& config) {
-  check_domains(topology, config);
-  int device = config.device_index;
-  GpuIdentity seat{};
-  std::optional<DeviceGuard> guard;
-  std::unique_ptr<Memory> memory;
-  on_all_ranks(bootstrap, [&] {
-    if (device < 0) EP_CUDA(cudaGetDevice(&device));
-    guard.emplace(device);
-    seat = own_gpu_identity(device);
-    load_kernels(config.masks_late_ranks);
-    memory = make_memory(device, config.timeout_seconds, window.ht.message_words);
-  });
-  const bool is_on_one_gpu = is_world_on_one_gpu(bootstrap, seat);
-  if (bootstrap.num_ranks() == 1) {
-    EP_CUDA(cudaMalloc(reinterpret_cast<void**>(&memory->own_window), window.bytes));
-    memory->peers = {memory->own_window, window.bytes, 0};
-  } else if (is_on_one_gpu) {
-    memory->world = OneGpuWorld::join(bootstrap, window.bytes, config.timeout_seconds);
-    memory->peers = memory->world->peers(bootstrap.rank());
-  } else {
-    make_nccl_window(bootstrap, *memory, topology, window.bytes, config);
-  }
-  if (topology.num_domains() > 1) join_network(bootstrap, topology, window, config, *memory);
-  // No rank writes into a window before its owner has cleaned it.
-  on_all_ranks(bootstrap, [&] {
-    if (config.masks_late_ranks) set_up_masks(*memory, window, bootstrap.num_ranks());
-    clean_window(*memory, window);
-  });
-  return std::make_unique<CudaBackend>(std::move(memory), window, topology);
+  return std::make_unique<CudaBackend>(set_up(bootstrap, topology, window, config), window, topology);
 }
 
 }  // namespace ep

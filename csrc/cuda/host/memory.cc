@@ -14,6 +14,17 @@ namespace {
 
 constexpr double kTearDownSlackSeconds = 10;  // beyond the deadline that ends the last kernel
 
+Arch arch_of(int device) {
+  const auto attribute = [&](cudaDeviceAttr which) {
+    int value = 0;
+    EP_CUDA(cudaDeviceGetAttribute(&value, which, device));
+    return value;
+  };
+  return {.compute = attribute(cudaDevAttrComputeCapabilityMajor) * 10 + attribute(cudaDevAttrComputeCapabilityMinor),
+          .num_sms = attribute(cudaDevAttrMultiProcessorCount),
+          .shared_bytes = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin)};
+}
+
 }  // namespace
 
 void tear_down(Memory* owned) noexcept {
@@ -42,7 +53,7 @@ std::unique_ptr<Memory> make_memory(int device, double timeout_seconds, uint64_t
   auto memory = std::make_unique<Memory>();
   memory->device = device;
   memory->timeout_seconds = timeout_seconds;
-  EP_CUDA(cudaDeviceGetAttribute(&memory->num_sms, cudaDevAttrMultiProcessorCount, device));
+  memory->arch = arch_of(device);
   EP_CUDA(cudaStreamCreateWithFlags(&memory->stream, cudaStreamNonBlocking));
   EP_CUDA(cudaHostAlloc(reinterpret_cast<void**>(&memory->host), sizeof(HostBlock), cudaHostAllocMapped));
   new (memory->host) HostBlock{};

@@ -11,6 +11,7 @@
 #include "cuda/host/one_gpu_world.h"
 #include "cuda/protocol/device_state.h"
 #include "layout/ll/offsets.h"
+#include "runtime/arch.h"
 #include "transport/device/lsa_peers.h"
 #include "transport/nccl/window.h"
 
@@ -30,7 +31,7 @@ struct HostBlock {
 
 struct Memory {
   int device = 0;
-  int num_sms = 1;
+  Arch arch;  // of all of the GPU
   std::atomic<double> timeout_seconds{0};
   int64_t* ht_sizes = nullptr;  // pinned: of a dispatch of exact sizes, as HtDispatchParams says
   int ht_sizes_count = 0;
@@ -59,6 +60,11 @@ struct Memory {
     cudaFreeHost(host);
     cudaFreeHost(ht_sizes);
     if (stream != nullptr) cudaStreamDestroy(stream);
+  }
+
+  // In a world on one GPU a launch holds the blocks of all ranks, and maybe that of the NIC.
+  Arch arch_of_a_rank(int num_ranks) const {
+    return world ? arch.with_sms(std::max((arch.num_sms - (network ? 1 : 0)) / num_ranks, 1)) : arch;
   }
 };
 

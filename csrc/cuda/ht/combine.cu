@@ -25,12 +25,12 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 }  // namespace
 }  // namespace ht
 
-HtPlan plan_of(const HtCombineParams& p, int, int num_sms) {
+HtPlan plan_of(const HtCombineParams& p, int, const Arch& arch) {
   const HtWork work{.copies = HtCombineGeometry::stages(p),
                     .adds = has_expert_rows(p.output.layout),
                     .encodes = is_block_format(p.options.wire_dtype) && p.offsets.topology.num_domains() == 1};
-  if (p.options.num_sms == 0) num_sms = default_ht_sms(work, num_sms);
-  return tuned("EP_PLAN_HC", plan_ht_combine(work, p.shape.num_ranks, num_sms));
+  const Arch own = p.options.num_sms == 0 ? arch.with_sms(default_ht_sms(work, arch)) : arch;
+  return tuned("EP_PLAN_HC", plan_ht_combine(work, p.shape.num_ranks, own));
 }
 
 HtCombineGeometry geometry_of(const HtCombineParams& p, const HtPlan& plan) { return HtCombineGeometry::of(p, plan); }

@@ -30,8 +30,8 @@ __global__ void __launch_bounds__(kRouteThreads, 1)
 }  // namespace
 }  // namespace ht
 
-HtPlan plan_of(const HtRouteParams& p, int, int num_sms) {
-  return plan_ht_route(p.options.num_sms > 0 ? num_sms : default_ht_sms({}, num_sms));
+HtPlan plan_of(const HtRouteParams& p, int, const Arch& arch) {
+  return plan_ht_route(p.options.num_sms > 0 ? arch : arch.with_sms(default_ht_sms({}, arch)));
 }
 
 HtRouteGeometry geometry_of(const HtRouteParams& p, const HtPlan& plan) { return HtRouteGeometry::of(p, plan); }

@@ -7,12 +7,12 @@
 
 namespace ep {
 
-// The plan for `tokens` tokens on `num_sms` blocks, and what follows from it.
-LlPlan plan_of(const LlDispatchParams& params, int tokens, int num_sms);
-LlPlan plan_of(const LlCombineParams& params, int tokens, int num_sms);
-LlPlan plan_of(const LlCombineWeightsParams& params, int tokens, int num_sms);
-HtPlan plan_of(const HtRouteParams& params, int tokens, int num_sms);
-HtPlan plan_of(const HtCombineParams& params, int tokens, int num_sms);
+// The plan for `tokens` tokens on so much of a GPU, and what follows from it.
+LlPlan plan_of(const LlDispatchParams& params, int tokens, const Arch& arch);
+LlPlan plan_of(const LlCombineParams& params, int tokens, const Arch& arch);
+LlPlan plan_of(const LlCombineWeightsParams& params, int tokens, const Arch& arch);
+HtPlan plan_of(const HtRouteParams& params, int tokens, const Arch& arch);
+HtPlan plan_of(const HtCombineParams& params, int tokens, const Arch& arch);
 LlDispatchGeometry geometry_of(const LlDispatchParams& params, const LlPlan& plan);
 LlCombineGeometry geometry_of(const LlCombineParams& params, const LlPlan& plan);
 NoGeometry geometry_of(const LlCombineWeightsParams& params, const LlPlan& plan);
@@ -33,12 +33,12 @@ struct Launch {
   typename GeometryOf<Params>::Type geometry;
 };
 template <class Params>
-Launch<Params> launch_of(const Params& params, int tokens, int num_sms) {
+Launch<Params> launch_of(const Params& params, int tokens, const Arch& arch) {
   check_served(params);
-  const auto plan = plan_of(params, tokens, num_sms);
+  const auto plan = plan_of(params, tokens, arch);
   return {plan, geometry_of(params, plan)};
 }
-Launch<HtDispatchParams> launch_of(const HtDispatchParams& params, int tokens, int num_sms);
+Launch<HtDispatchParams> launch_of(const HtDispatchParams& params, int tokens, const Arch& arch);
 
 // Loads every kernel, so that none is loaded while another spins; those that mask late ranks, where they may. Throws
 // kSystem.

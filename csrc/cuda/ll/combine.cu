@@ -2,10 +2,10 @@
 
 namespace ep {
 
-LlPlan plan_of(const LlCombineParams& p, int tokens, int num_sms) {
+LlPlan plan_of(const LlCombineParams& p, int tokens, const Arch& arch) {
   LlPlan plan = tuned("EP_PLAN_C", plan_combine({tokens, p.hidden, p.phase != Phase::kFused,
                                                  p.phase == Phase::kFused && p.domain_size != p.shape.num_ranks},
-                                                num_sms));
+                                                arch));
   if (p.signals.counters != nullptr) {  // few blocks, and nobody in them receives
     plan.receiver_warps = 1;
     plan.sender_warps = plan.receiver_warp0 = plan.warps - 2;
@@ -13,9 +13,9 @@ LlPlan plan_of(const LlCombineParams& p, int tokens, int num_sms) {
   return plan;
 }
 
-LlPlan plan_of(const LlCombineWeightsParams&, int, int num_sms) {
+LlPlan plan_of(const LlCombineWeightsParams&, int, const Arch& arch) {
   LlPlan plan;
-  plan.blocks = num_sms;
+  plan.blocks = arch.num_sms;
   plan.warps = ll::kScalarThreads / 32;
   return plan;
 }

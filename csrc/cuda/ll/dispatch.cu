@@ -2,9 +2,9 @@
 
 namespace ep {
 
-LlPlan plan_of(const LlDispatchParams& p, int tokens, int num_sms) {
+LlPlan plan_of(const LlDispatchParams& p, int tokens, const Arch& arch) {
   return tuned("EP_PLAN_D",
-               plan_dispatch({tokens, p.row.wire_bytes(), p.options.quant != Quant::kNone || p.row.is_keyed}, num_sms));
+               plan_dispatch({tokens, p.row.wire_bytes(), p.options.quant != Quant::kNone || p.row.is_keyed}, arch));
 }
 
 LlDispatchGeometry geometry_of(const LlDispatchParams& p, const LlPlan& plan) {

@@ -3,8 +3,8 @@
 #pragma once
 
 #include "base/check.h"
+#include "layout/common/contexts.h"
 #include "layout/ht/offsets.h"
-#include "layout/ll/rail.h"
 
 namespace ep {
 
@@ -78,9 +78,9 @@ struct HtRail {
   static int num_signals(int num_domains) { return kNumBanks * num_domains * kHtRailChannels; }
   static int max_outstanding() { return kNumBanks * ceil_div(kHtRailChannels, kRailContexts); }
 
-  // `route_bytes`: of a row's route.
+  // `route_bytes`: of a row's route. `first_signal`: low latency has those before.
   static HtRail make(const HtWindow& window, Kind kind, const Topology& topology, int rank, const Shape& shape,
-                     const HtRowFormat& row, int route_bytes) {
+                     const HtRowFormat& row, int route_bytes, int first_signal) {
     HtRail rail;
     rail.kind = kind;
     rail.num_domains = topology.num_domains();
@@ -88,7 +88,7 @@ struct HtRail {
     rail.domain = topology.domain_of(rank);
     rail.lsa_rank = topology.lsa_rank(rank);
     rail.topk = shape.topk;
-    rail.first_signal = LlRail::num_signals(topology);
+    rail.first_signal = first_signal;
     rail.route_at = row.body_bytes;
     rail.entry_bytes = row.body_bytes + route_bytes;
     rail.domain_bytes = static_cast<uint64_t>(shape.max_tokens) * rail.entry_bytes + kHtRailSlack;

@@ -4,14 +4,13 @@
 
 #include <cstdint>
 
+#include "layout/common/contexts.h"
 #include "layout/common/region.h"
 #include "layout/common/topology.h"
 #include "layout/common/wire.h"
 #include "layout/ll/rail_regions.h"
 
 namespace ep {
-
-constexpr int kRailContexts = 4;  // of the network, for each kind
 
 constexpr int kMaxRailShare = 2048;
 // Bytes of a token's scalars, which combine_weights sends in place of a row.

@@ -3,9 +3,14 @@
 
 #include <cstdint>
 
+#include "layout/common/dtype.h"
+#include "layout/common/outputs.h"
+#include "layout/common/shape.h"
+#include "layout/common/wire.h"
 #include "layout/ht/handle.h"
 #include "layout/ht/offsets.h"
-#include "runtime/ll/params.h"
+#include "runtime/common/params.h"
+#include "runtime/options.h"
 
 namespace ep {
 

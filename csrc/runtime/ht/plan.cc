@@ -3,15 +3,16 @@
 #include <algorithm>
 #include <cmath>
 
+#include "base/check.h"
 #include "layout/ht/offsets.h"
 
 namespace ep {
 
 constexpr int kMaxDispatchWarps = 28;
 
-HtPlan plan_ht_route(int num_sms) {
+HtPlan plan_ht_route(const Arch& arch) {
   HtPlan plan;
-  plan.blocks = std::min(num_sms, kHtRouteBlocks);
+  plan.blocks = std::min(arch.num_sms, kHtRouteBlocks);
   plan.warps = plan.workers = 32;
   return plan;
 }
@@ -27,13 +28,14 @@ struct UnderWay {
   }
 };
 
-int most_ht_workers(int stage_bytes, int shared_bytes, HtWork work) {
+int most_ht_workers(int stage_bytes, HtWork work, const Arch& arch) {
   // What shared memory does not take is an SM's cache, through which rows are copied.
-  if (work.copies) shared_bytes = std::min(shared_bytes, 190 * 1024);
+  const int shared_bytes = work.copies ? std::min(arch.stage_bytes(), 190 * 1024) : arch.stage_bytes();
   return std::clamp(shared_bytes / stage_bytes, 1, work.copies ? 14 : 24);
 }
 
-HtPlan plan_ht_dispatch(int stage_bytes, int shared_bytes, HtWork work, int num_ranks, int num_sms) {
+HtPlan plan_ht_dispatch(int stage_bytes, HtWork work, int num_ranks, const Arch& arch) {
+  const int num_sms = arch.num_sms;
   HtPlan plan;
   plan.blocks = num_sms;
   if (work.copies) {
@@ -46,7 +48,7 @@ HtPlan plan_ht_dispatch(int stage_bytes, int shared_bytes, HtWork work, int num_
   const UnderWay under_way = work.converts ? UnderWay{0.4e6, 3.4e6} : UnderWay{0.64e6, 1.41e6};
   const bool shares_blocks = work.copies && plan.senders == 0;
   const int least = shares_blocks && work.repeats ? 4 : 6;
-  int most = most_ht_workers(stage_bytes, shared_bytes, work);
+  int most = most_ht_workers(stage_bytes, work, arch);
   if (shares_blocks) most = std::min(most, 12);
   const int blocks = plan.senders > 0 ? plan.senders : plan.blocks;
   plan.workers = std::clamp(under_way.warps(num_ranks, blocks, stage_bytes), std::min(least, most), most);
@@ -54,7 +56,8 @@ HtPlan plan_ht_dispatch(int stage_bytes, int shared_bytes, HtWork work, int num_
   return plan;
 }
 
-HtPlan plan_ht_combine(HtWork work, int num_ranks, int num_sms) {
+HtPlan plan_ht_combine(HtWork work, int num_ranks, const Arch& arch) {
+  const int num_sms = arch.num_sms;
   constexpr int kMaxWarps = 24, kWarpBytes = 8192;  // of rings
   HtPlan plan;
   plan.blocks = num_sms;
@@ -71,9 +74,16 @@ HtPlan plan_ht_combine(HtWork work, int num_ranks, int num_sms) {
   return plan;
 }
 
-int default_ht_sms(HtWork work, int available, bool stores_to_few) {
-  if (work.encodes) return available;  // conversion takes longer than the wire, on any number of SMs
-  return std::min(work.converts || work.copies ? 32 : stores_to_few ? 16 : 12, available);
+int default_ht_sms(HtWork work, const Arch& arch, bool stores_to_few) {
+  if (work.encodes) return arch.num_sms;  // conversion takes longer than the wire, on any number of SMs
+  return std::min(work.converts || work.copies ? 32 : stores_to_few ? 16 : 12, arch.num_sms);
+}
+
+std::string describe(const HtPlan& plan) {
+  const std::string senders = plan.senders == 0 ? "all" : concat("[0, ", plan.senders, ")");
+  return concat(plan.blocks, " blocks of ", plan.warps, " warps: in blocks ", senders, " ", plan.workers,
+                " warps move rows; chunks: ", plan.chunks, ", pieces of a unit: ", plan.unit_pieces,
+                plan.pdl ? ", programmatic launch" : "");
 }
 
 }  // namespace ep

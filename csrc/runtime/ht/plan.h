@@ -1,8 +1,11 @@
 // How an operation of high throughput is laid over the GPU. A plan changes speed only.
 #pragma once
 
+#include <string>
+
 #include "base/platform.h"
 #include "layout/common/outputs.h"
+#include "runtime/arch.h"
 
 namespace ep {
 
@@ -30,15 +33,17 @@ struct HtWork {
 
 // Blocks that route, at most: each has a share of the tokens, and tells the others what it has counted.
 constexpr int kHtRouteBlocks = 32;
-HtPlan plan_ht_route(int num_sms);
+HtPlan plan_ht_route(const Arch& arch);
 // `stage_bytes`: of a row in shared memory. Most workers: of a block of any plan.
-int most_ht_workers(int stage_bytes, int shared_bytes, HtWork work);
-HtPlan plan_ht_dispatch(int stage_bytes, int shared_bytes, HtWork work, int num_ranks, int num_sms);
+int most_ht_workers(int stage_bytes, HtWork work, const Arch& arch);
+HtPlan plan_ht_dispatch(int stage_bytes, HtWork work, int num_ranks, const Arch& arch);
 // `work.copies`: before others read the rows.
-HtPlan plan_ht_combine(HtWork work, int num_ranks, int num_sms);
+HtPlan plan_ht_combine(HtWork work, int num_ranks, const Arch& arch);
 
 // Blocks of an operation whose caller names none: the fewest that fill the links. `stores_to_few`: a dispatch of two
 // ranks, where half of what a block can store goes to its own rank.
-int default_ht_sms(HtWork work, int available, bool stores_to_few = false);
+int default_ht_sms(HtWork work, const Arch& arch, bool stores_to_few = false);
+
+std::string describe(const HtPlan& plan);
 
 }  // namespace ep

@@ -8,6 +8,7 @@
 #include "layout/common/shape.h"
 #include "layout/common/wire.h"
 #include "layout/ll/offsets.h"
+#include "runtime/common/params.h"
 #include "runtime/options.h"
 
 namespace ep {
@@ -38,15 +39,6 @@ struct Scales {
   int element_bytes = 4;
   int64_t bin_stride = 0;
 };
-
-// The stride of `count` elements of at most 8 bytes. One element has none; refuses one that leads out of any memory.
-inline int64_t usable_stride(int64_t count, int64_t stride) {
-  constexpr int64_t kFarthest = INT64_MAX / 32;
-  if (count <= 1) return 0;
-  EP_CHECK(stride <= kFarthest / count && stride >= -(kFarthest / count), "a stride of ", stride, " between ", count,
-           " elements: no memory is as large");
-  return stride;
-}
 
 // The order is that of a kernel's needs.
 struct LlDispatchParams {

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "base/check.h"
+
 namespace ep {
 namespace {
 
@@ -16,7 +18,8 @@ int sender_share(int blocks, int share_of_132) { return std::clamp((blocks * sha
 
 }  // namespace
 
-RailPlan plan_rail(const RailSizes& sizes, int num_sms) {
+RailPlan plan_rail(const RailSizes& sizes, const Arch& arch) {
+  const int num_sms = arch.num_sms;
   // Of each kind: an operation has two kinds at most.
   const int most = std::max(sizes.ends_early ? num_sms * 5 / 6 : num_sms * 2 / 7, 1);
   const int shares = sizes.others * std::clamp(sizes.num_tokens, 1, sizes.row_channels);
@@ -35,7 +38,8 @@ RailPlan plan_rail(const RailSizes& sizes, int num_sms) {
   return plan;
 }
 
-LlPlan plan_dispatch(const LlDispatchSizes& sizes, int num_sms) {
+LlPlan plan_dispatch(const LlDispatchSizes& sizes, const Arch& arch) {
+  const int num_sms = arch.num_sms;
   LlPlan plan;
   const int row_steps = ceil_div(sizes.wire_bytes, kStepBytes);
   plan.blocks = num_sms;
@@ -60,7 +64,8 @@ LlPlan plan_dispatch(const LlDispatchSizes& sizes, int num_sms) {
   return plan;
 }
 
-LlPlan plan_combine(const LlCombineSizes& sizes, int num_sms) {
+LlPlan plan_combine(const LlCombineSizes& sizes, const Arch& arch) {
+  const int num_sms = arch.num_sms;
   LlPlan plan;
   plan.blocks = num_sms;
   plan.warps = 20;
@@ -77,6 +82,18 @@ LlPlan plan_combine(const LlCombineSizes& sizes, int num_sms) {
   plan.sender_warps = 16;
   plan.receiver_warps = 19;
   return plan;
+}
+
+std::string describe(const LlPlan& plan) {
+  return concat(plan.blocks, " blocks of ", plan.warps, " warps: blocks [0, ", plan.sender_blocks, ") send with ",
+                plan.sender_warps, " warps, blocks [", plan.receiver_block0, ", ", plan.blocks, ") receive with ",
+                plan.receiver_warps, " warps from warp ", plan.receiver_warp0, "; steps of a piece: ", plan.steps,
+                ", groups of senders: ", plan.groups, plan.pdl ? ", programmatic launch" : "");
+}
+
+std::string describe(const RailPlan& plan) {
+  return concat("for links ", plan.send_blocks, " blocks send, ", plan.forward_blocks, " forward, ", plan.sum_blocks,
+                " add up; parts of a channel: ", plan.parts);
 }
 
 }  // namespace ep

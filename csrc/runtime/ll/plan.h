@@ -3,9 +3,11 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 #include "base/math.h"
 #include "base/platform.h"
+#include "runtime/arch.h"
 
 namespace ep {
 
@@ -65,11 +67,14 @@ struct RailSizes {
 
   EP_HD bool shares_work() const { return sends_rows || forwards_routing || adds_up; }
 };
-// Of `num_sms` blocks. Where these are few the launch has more: one of each kind, and two for the rest.
-RailPlan plan_rail(const RailSizes& sizes, int num_sms);
+// Of a block for each SM. Where these are few the launch has more: one of each kind, and two for the rest.
+RailPlan plan_rail(const RailSizes& sizes, const Arch& arch);
 
-LlPlan plan_dispatch(const LlDispatchSizes& sizes, int num_sms);
+LlPlan plan_dispatch(const LlDispatchSizes& sizes, const Arch& arch);
 // Ranks may have different plans in a call, with as many blocks (docs/memory_model.md, forward progress).
-LlPlan plan_combine(const LlCombineSizes& sizes, int num_sms);
+LlPlan plan_combine(const LlCombineSizes& sizes, const Arch& arch);
+
+std::string describe(const LlPlan& plan);
+std::string describe(const RailPlan& plan);
 
 }  // namespace ep

@@ -326,6 +326,9 @@ void define_group(py::module_& m) {
           "last_blocks", [](NamedGroup& self) { return self.group().backend()->last_blocks(); },
           "CUDA: thread blocks of the last dispatch's and the last combine's kernel; 0 where there was none.")
       .def(
+          "last_plans", [](NamedGroup& self) { return self.group().backend()->last_plans(); },
+          "CUDA: how those kernels were laid over the GPU, in words; empty where there was none.")
+      .def(
           "mask",
           [](NamedGroup& self, int rank, uintptr_t stream) {
             self.group().mask(rank, reinterpret_cast<void*>(stream));

@@ -11,6 +11,8 @@
 #include <utility>
 #include <vector>
 
+#include "arch.h"
+
 namespace ep {
 namespace {
 
@@ -352,7 +354,7 @@ TEST(Scales, GoOutInTheLargestUnitThatFitsEveryRow) {
 
 TEST(DispatchGeometry, CountsThePiecesToSendAndToReceive) {
   LlDispatchParams p = some_dispatch(OutputLayout::kExpertMajor);
-  const LlPlan plan = plan_dispatch({p.num_tokens, p.row.wire_bytes(), false}, 132);
+  const LlPlan plan = plan_dispatch({p.num_tokens, p.row.wire_bytes(), false}, sm_90());
   const LlDispatchGeometry whole = LlDispatchGeometry::of(p, plan);
   const int pieces = ceil_div(28, plan.steps);
   EXPECT_EQ(whole.row.steps, 28);
@@ -367,7 +369,7 @@ TEST(DispatchGeometry, NumbersOfRowsHaveWarpsOfTheirOwnWhereThereAreSome) {
   LlDispatchParams p = some_dispatch(OutputLayout::kExpertMajor);
   p.shape = Shape::make(4, 256, 8, 1);
   p.num_tokens = 1;
-  const LlPlan plan = plan_dispatch({1, p.row.wire_bytes(), false}, 132);
+  const LlPlan plan = plan_dispatch({1, p.row.wire_bytes(), false}, sm_90());
   const int pieces = ceil_div(28, plan.steps);
   const LlDispatchGeometry small = LlDispatchGeometry::of(p, plan);
   EXPECT_EQ(small.numbers_piece, pieces);
@@ -397,7 +399,7 @@ LlCombineParams combine_of(const LlDispatchParams& dispatch) {
 
 TEST(Geometry, CombineHasSendersOrReceiversByItsPhase) {
   LlCombineParams p = combine_of(some_dispatch(OutputLayout::kExpertMajor));
-  const LlPlan plan = plan_combine({1, 7168, false}, 132);
+  const LlPlan plan = plan_combine({1, 7168, false}, sm_90());
   const int others = p.shape.num_ranks - 1;
   ASSERT_GT(others, 0);
   const LlCombineGeometry whole = LlCombineGeometry::of(p, plan, 8);
@@ -427,20 +429,20 @@ TEST(Geometry, CombineHasSendersOrReceiversByItsPhase) {
 
 TEST(Geometry, RefusesAPlanWithoutAnOpener) {
   const LlDispatchParams dispatch = some_dispatch(OutputLayout::kExpertMajor);
-  LlPlan plan = plan_dispatch({100, dispatch.row.wire_bytes(), false}, 132);
+  LlPlan plan = plan_dispatch({100, dispatch.row.wire_bytes(), false}, sm_90());
   plan.sender_warps = plan.warps;
   EXPECT_THROW(LlDispatchGeometry::of(dispatch, plan), Error);
   const LlCombineParams combine = combine_of(dispatch);
   for (int tokens : {1, 128}) {
-    LlPlan sums = plan_combine({tokens, 7168, false}, 132);
+    LlPlan sums = plan_combine({tokens, 7168, false}, sm_90());
     EXPECT_NO_THROW(LlCombineGeometry::of(combine, sums, 8));
     sums.receiver_warps++;
     EXPECT_THROW(LlCombineGeometry::of(combine, sums, 8), Error);
   }
-  LlPlan sums = plan_combine({1, 7168, false}, 132);
+  LlPlan sums = plan_combine({1, 7168, false}, sm_90());
   sums.sender_warps++;
   EXPECT_THROW(LlCombineGeometry::of(combine, sums, 8), Error) << "a warp has one role";
-  sums = plan_combine({128, 7168, false}, 132);
+  sums = plan_combine({128, 7168, false}, sm_90());
   sums.receiver_block0 = sums.sender_blocks - 1;
   EXPECT_THROW(LlCombineGeometry::of(combine, sums, 8), Error) << "receivers must not lie below senders";
 }

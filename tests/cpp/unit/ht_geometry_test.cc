@@ -3,6 +3,7 @@
 
 #include <bit>
 
+#include "arch.h"
 #include "cuda/ht/common/geometry.h"
 
 namespace ep {
@@ -43,7 +44,7 @@ TEST(HtSendGeometry, PassesHoldAllPartsOnce) {
   for (const std::vector<int>& bytes : std::vector<std::vector<int>>{
            {14336}, {14336, 224}, {16}, {65536, 65536, 65536, 65536}, {65536, 32768, 16, 65536}, {128, 92, 64}}) {
     const HtDispatchParams p = dispatch_of(bytes);
-    const HtPlan plan = plan_ht_dispatch(HtSendGeometry::shapes_of(p).stage_bytes, kHtSharedBytes, {}, 4, 12);
+    const HtPlan plan = plan_ht_dispatch(HtSendGeometry::shapes_of(p).stage_bytes, {}, 4, sm_90(12));
     const HtSendGeometry g = HtSendGeometry::of(p, plan, HtSendGeometry::shapes_of(p));
     ASSERT_GE(g.passes, 1);
     EXPECT_EQ(g.units, p.num_tokens * g.passes);
@@ -94,7 +95,7 @@ TEST(HtRouteGeometry, SharesCoverAllTokensAndFitTheMemory) {
         for (int experts : {64, 256, 1024, 4096, 10048}) {
           HtRouteParams p{dispatch_of({64}, tokens)};
           p.shape = Shape::make(64, experts, topk, 65536);
-          const HtPlan plan = plan_ht_route(blocks);
+          const HtPlan plan = plan_ht_route(sm_90(blocks));
           EXPECT_LE(plan.blocks, std::min(blocks, kHtRouteBlocks));
           const HtRouteGeometry g = HtRouteGeometry::of(p, plan);
           EXPECT_GE(g.chunk_tokens * plan.blocks, tokens);
@@ -116,12 +117,12 @@ TEST(HtRouteGeometry, SharesCoverAllTokensAndFitTheMemory) {
 TEST(HtRouteGeometry, RefusesWhatItCannotCount) {
   HtRouteParams p{dispatch_of({64})};
   p.shape = Shape::make(4, 4 * 16384, 8, 8);
-  EXPECT_THROW(HtRouteGeometry::of(p, plan_ht_route(12)), Error);
+  EXPECT_THROW(HtRouteGeometry::of(p, plan_ht_route(sm_90(12))), Error);
   p.shape = Shape::make(4, 64, 32, 8);
   p.num_tokens = INT32_MAX / 64;
-  EXPECT_NO_THROW(HtRouteGeometry::of(p, plan_ht_route(12)));
+  EXPECT_NO_THROW(HtRouteGeometry::of(p, plan_ht_route(sm_90(12))));
   p.num_tokens++;
-  EXPECT_THROW(HtRouteGeometry::of(p, plan_ht_route(12)), Error);
+  EXPECT_THROW(HtRouteGeometry::of(p, plan_ht_route(sm_90(12))), Error);
 }
 
 TEST(HtPlan, FitsTheKernelsLimits) {
@@ -129,11 +130,11 @@ TEST(HtPlan, FitsTheKernelsLimits) {
     for (HtWork work : {HtWork{}, HtWork{.converts = true}, HtWork{.copies = true}, HtWork{true, true}}) {
       for (int ranks : {1, 2, 4, 64}) {
         for (int num_sms : {1, 2, 3, 8, 12, 32, 132}) {
-          const HtPlan plan = plan_ht_dispatch(stage, kHtSharedBytes, work, ranks, num_sms);
+          const HtPlan plan = plan_ht_dispatch(stage, work, ranks, sm_90(num_sms));
           EXPECT_EQ(plan.blocks, num_sms);
           EXPECT_GE(plan.workers, 1);
           EXPECT_LE(plan.workers, plan.warps);
-          EXPECT_LE(plan.workers, most_ht_workers(stage, kHtSharedBytes, work));
+          EXPECT_LE(plan.workers, most_ht_workers(stage, work, sm_90()));
           EXPECT_LE(plan.workers * stage, std::max(stage, kHtSharedBytes));
           EXPECT_LE(plan.threads(), 896);
           EXPECT_EQ(plan.chunks, work.copies ? kHtChunks : 1);
@@ -146,21 +147,21 @@ TEST(HtPlan, FitsTheKernelsLimits) {
   }
   // More rows under way where more of them stay on this GPU, on fewer blocks, or if they are smaller.
   const auto workers = [](int stage, int ranks, int num_sms) {
-    return plan_ht_dispatch(stage, kHtSharedBytes, {}, ranks, num_sms).workers;
+    return plan_ht_dispatch(stage, {}, ranks, sm_90(num_sms)).workers;
   };
   EXPECT_GT(workers(14336, 2, 12), workers(14336, 4, 12));
   EXPECT_GT(workers(14336, 4, 8), workers(14336, 4, 12));
   EXPECT_GT(workers(7168, 4, 12), workers(14336, 4, 12));
   // Where every block copies: the fewer rows to copy, the more to send.
   const auto copying = [](bool repeats, int ranks) {
-    return plan_ht_dispatch(14336, kHtSharedBytes, {.copies = true, .repeats = repeats}, ranks, 32).workers;
+    return plan_ht_dispatch(14336, {.copies = true, .repeats = repeats}, ranks, sm_90(32)).workers;
   };
   EXPECT_LT(copying(true, 2), copying(false, 2));
   EXPECT_EQ(copying(true, 4), copying(false, 4));
   // Blocks that copy keep some 60 KB of an SM's 256 as a cache.
-  EXPECT_LE(plan_ht_dispatch(14336, kHtSharedBytes, {.copies = true}, 2, 32).workers * 14336, 190 * 1024);
+  EXPECT_LE(plan_ht_dispatch(14336, {.copies = true}, 2, sm_90(32)).workers * 14336, 190 * 1024);
   for (HtWork work : {HtWork{}, HtWork{.copies = true}, HtWork{.copies = true, .adds = true}}) {
-    const HtPlan plan = plan_ht_combine(work, 4, 12);
+    const HtPlan plan = plan_ht_combine(work, 4, sm_90(12));
     EXPECT_LE(plan.warps, HtCombineGeometry::kMaxWarps);
     EXPECT_EQ(plan.helpers() > 0, work.copies);
     HtCombineParams p;
@@ -178,17 +179,17 @@ TEST(HtPlan, FitsTheKernelsLimits) {
     p.shape = Shape::make(ranks, 64 * ranks, 8, 8);
     p.hidden = 7168;
     p.num_tokens = 8;
-    const HtCombineGeometry g = HtCombineGeometry::of(p, plan_ht_combine({}, ranks, 12));
+    const HtCombineGeometry g = HtCombineGeometry::of(p, plan_ht_combine({}, ranks, sm_90(12)));
     EXPECT_EQ(g.units, p.num_tokens * (ranks > 2 ? 4 : 1)) << ranks;
     EXPECT_EQ(1 << g.rank_bits, std::bit_ceil(static_cast<unsigned>(ranks))) << ranks;
   }
-  EXPECT_EQ(default_ht_sms({}, 132), 12);
-  EXPECT_EQ(default_ht_sms({}, 132, true), 16);
-  EXPECT_EQ(default_ht_sms({.copies = true}, 132, true), 32);
-  EXPECT_EQ(default_ht_sms({.converts = true}, 132), 32);
-  EXPECT_EQ(default_ht_sms({.copies = true}, 132), 32);
-  EXPECT_EQ(default_ht_sms({.copies = true}, 8), 8);
-  EXPECT_EQ(default_ht_sms({.copies = true, .encodes = true}, 132), 132);
+  EXPECT_EQ(default_ht_sms({}, sm_90()), 12);
+  EXPECT_EQ(default_ht_sms({}, sm_90(), true), 16);
+  EXPECT_EQ(default_ht_sms({.copies = true}, sm_90(), true), 32);
+  EXPECT_EQ(default_ht_sms({.converts = true}, sm_90()), 32);
+  EXPECT_EQ(default_ht_sms({.copies = true}, sm_90()), 32);
+  EXPECT_EQ(default_ht_sms({.copies = true}, sm_90(8)), 8);
+  EXPECT_EQ(default_ht_sms({.copies = true, .encodes = true}, sm_90()), 132);
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "layout/ht/rail.h"
+#include "layout/ll/rail.h"
 #include "layout/window.h"
 #include "runtime/group.h"
 
@@ -54,7 +55,7 @@ TEST(HtRail, EveryRowOfAnOperationHasAPlaceOfItsOwn) {
       const World world = world_of(domains, size, 3, max_tokens);
       const HtRouteFormat route{3};
       const HtRail rail = HtRail::make(world.window.ht, Kind::kDispatch, world.topology, 1 % size, world.shape,
-                                       world.dispatch, route.bytes_with_token());
+                                       world.dispatch, route.bytes_with_token(), LlRail::num_signals(world.topology));
       const HtWindow& regions = world.window.ht;
       for (int tokens : {0, 1, max_tokens / 2, max_tokens}) {
         const int share = ht_rail_share(tokens);
@@ -76,7 +77,8 @@ TEST(HtRail, EveryRowOfAnOperationHasAPlaceOfItsOwn) {
 
 TEST(HtRail, WeightsLieBehindTheSums) {
   const World world = world_of(3, 2, 8, 20);
-  const HtRail rail = HtRail::make(world.window.ht, Kind::kCombine, world.topology, 0, world.shape, world.combine, 0);
+  const HtRail rail = HtRail::make(world.window.ht, Kind::kCombine, world.topology, 0, world.shape, world.combine, 0,
+                                   LlRail::num_signals(world.topology));
   const HtWindow& regions = world.window.ht;
   Ranges out;
   for (int domain = 0; domain < 3; domain++) {
@@ -92,7 +94,8 @@ TEST(HtRail, RecordsOfBothKindsAndBanksLieApart) {
   Ranges records;
   for (Kind kind : {Kind::kDispatch, Kind::kCombine}) {
     const HtRowFormat& row = kind == Kind::kDispatch ? world.dispatch : world.combine;
-    const HtRail rail = HtRail::make(regions, kind, world.topology, 3, world.shape, row, 0);
+    const HtRail rail =
+        HtRail::make(regions, kind, world.topology, 3, world.shape, row, 0, LlRail::num_signals(world.topology));
     for (int bank = 0; bank < kNumBanks; bank++) {
       add(records, rail.own_record(bank), rail.record_bytes);
       for (int domain = 0; domain < 3; domain++) add(records, rail.record_from(bank, domain), rail.record_bytes);
@@ -103,7 +106,8 @@ TEST(HtRail, RecordsOfBothKindsAndBanksLieApart) {
 
 TEST(HtRail, SignalsAreNobodyElses) {
   const World world = world_of(4, 2, 4, 6);
-  const HtRail rail = HtRail::make(world.window.ht, Kind::kDispatch, world.topology, 0, world.shape, world.dispatch, 0);
+  const HtRail rail = HtRail::make(world.window.ht, Kind::kDispatch, world.topology, 0, world.shape, world.dispatch, 0,
+                                   LlRail::num_signals(world.topology));
   std::set<std::pair<int, int>> seen;
   for (int parity = 0; parity < kNumBanks; parity++) {
     for (int domain = 0; domain < 4; domain++) {
@@ -121,7 +125,9 @@ TEST(HtRail, SignalsAreNobodyElses) {
 TEST(HtRail, RefusesWhatDoesNotFit) {
   const World world = world_of(2, 1, 4, 6);
   const Shape more{world.shape.num_ranks, world.shape.num_experts, world.shape.topk, 60};
-  EXPECT_THROW(HtRail::make(world.window.ht, Kind::kDispatch, world.topology, 0, more, world.dispatch, 80), Error);
+  EXPECT_THROW(HtRail::make(world.window.ht, Kind::kDispatch, world.topology, 0, more, world.dispatch, 80,
+                            LlRail::num_signals(world.topology)),
+               Error);
 }
 
 }  // namespace

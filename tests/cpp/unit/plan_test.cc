@@ -3,6 +3,9 @@
 
 #include <gtest/gtest.h>
 
+#include "arch.h"
+#include "runtime/ht/plan.h"
+
 namespace ep {
 namespace {
 
@@ -28,7 +31,7 @@ TEST(Plan, DispatchRolesAreDisjointForEverySize) {
     for (int tokens : {0, 1, 8, 16, 17, 32, 48, 49, 128, 512, 4096}) {
       for (int wire_bytes : {16, 512, 2880 * 2, 7392, 14336, 65536}) {
         for (bool is_heavy : {false, true}) {
-          const LlPlan plan = plan_dispatch({tokens, wire_bytes, is_heavy}, num_sms);
+          const LlPlan plan = plan_dispatch({tokens, wire_bytes, is_heavy}, sm_90(num_sms));
           check_roles(plan, num_sms);
           EXPECT_TRUE(plan.steps == 2 || (plan.steps == 4 && !is_heavy));
           // Blocks that wait come after those that send, so that the grid need not be resident at once.
@@ -45,7 +48,7 @@ TEST(Plan, CombineRolesAreDisjointForEverySize) {
   for (int num_sms = 1; num_sms <= 160; num_sms++) {
     for (int tokens : {0, 1, 48, 49, 128, 4096}) {
       for (bool is_staged : {false, true}) {
-        const LlPlan plan = plan_combine({tokens, 7168, is_staged}, num_sms);
+        const LlPlan plan = plan_combine({tokens, 7168, is_staged}, sm_90(num_sms));
         check_roles(plan, num_sms);
         EXPECT_LT(plan.receiver_warp0 + plan.receiver_warps, plan.warps) << "the opener does nothing else";
         if (tokens <= 48 || is_staged || num_sms == 1) {  // every block has both roles
@@ -57,9 +60,34 @@ TEST(Plan, CombineRolesAreDisjointForEverySize) {
       }
     }
   }
-  EXPECT_EQ(plan_combine({128, 7168, false}, 132).sender_blocks, 60);
-  EXPECT_EQ(plan_combine({84, 4096, false}, 132).sender_blocks, 132) << "as many pieces as 48 tokens of hidden 7168";
-  EXPECT_EQ(plan_combine({85, 4096, false}, 132).sender_blocks, 60);
+  EXPECT_EQ(plan_combine({128, 7168, false}, sm_90()).sender_blocks, 60);
+  EXPECT_EQ(plan_combine({84, 4096, false}, sm_90()).sender_blocks, 132)
+      << "as many pieces as 48 tokens of hidden 7168";
+  EXPECT_EQ(plan_combine({85, 4096, false}, sm_90()).sender_blocks, 60);
+}
+
+TEST(Plan, IsPrinted) {
+  EXPECT_EQ(
+      describe(plan_dispatch({128, 14336, false}, sm_90())),
+      "132 blocks of 16 warps: blocks [0, 32) send with 4 warps, blocks [32, 132) receive with 16 warps from warp "
+      "0; steps of a piece: 4, groups of senders: 1");
+  EXPECT_EQ(describe(plan_ht_dispatch(14336, {.copies = true}, 4, sm_90(32))),
+            "32 blocks of 28 warps: in blocks [0, 10) 5 warps move rows; chunks: 16, pieces of a unit: 0");
+  RailPlan links = plan_rail({.others = 1, .row_channels = 8, .num_tokens = 128, .row_bytes = 14336}, sm_90());
+  links.sum_blocks = 3;
+  EXPECT_EQ(describe(links), "for links 1 blocks send, 1 forward, 3 add up; parts of a channel: 1");
+}
+
+// Of a GPU with less shared memory a block has fewer workers; it always has one.
+TEST(Plan, StagesFitTheArchitecture) {
+  for (int shared_bytes : {64 * 1024, 99 * 1024, 227 * 1024}) {
+    const Arch arch{.compute = 120, .num_sms = 16, .shared_bytes = shared_bytes};
+    for (int stage_bytes : {2048, 8192, 14336}) {
+      const int workers = plan_ht_dispatch(stage_bytes, {}, 4, arch).workers;
+      EXPECT_GE(workers, 1);
+      EXPECT_LE(workers * stage_bytes, arch.stage_bytes());
+    }
+  }
 }
 
 }  // namespace

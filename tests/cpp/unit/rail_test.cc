@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "arch.h"
 #include "layout/ll/offsets.h"
 #include "runtime/ll/plan.h"
 
@@ -191,7 +192,7 @@ TEST(Rail, BlocksAreFewAndNeverNone) {
   for (int num_sms = 1; num_sms <= 160; num_sms++) {
     for (int others : {1, 3, 7, 63}) {
       for (int tokens : {1, 5, 128, 4096}) {
-        const RailPlan plan = plan_rail({others, kRowChannels, tokens, 14336, true, true, true, true}, num_sms);
+        const RailPlan plan = plan_rail({others, kRowChannels, tokens, 14336, true, true, true, true}, sm_90(num_sms));
         EXPECT_GE(plan.send_blocks, 1);
         EXPECT_GE(plan.forward_blocks, 1);
         EXPECT_GE(plan.sum_blocks, 1);
@@ -206,10 +207,10 @@ TEST(Rail, BlocksAreFewAndNeverNone) {
           EXPECT_EQ(plan.forward_blocks, others * (1 + std::min(tokens, kRowChannels)) * plan.parts);
           EXPECT_EQ(plan.sum_blocks, others * std::min(tokens, kRowChannels) * plan.parts);
         }
-        const RailPlan scalars = plan_rail({others, kRowChannels, tokens, 32}, num_sms);
+        const RailPlan scalars = plan_rail({others, kRowChannels, tokens, 32}, sm_90(num_sms));
         EXPECT_EQ(scalars.sum_blocks, 0);
         EXPECT_EQ(scalars.parts, 1);
-        const LlPlan rest = plan_combine({tokens, 7168, false, true}, std::max(num_sms - plan.blocks(), 2));
+        const LlPlan rest = plan_combine({tokens, 7168, false, true}, sm_90(std::max(num_sms - plan.blocks(), 2)));
         EXPECT_LE(rest.sender_blocks, rest.receiver_block0);
         EXPECT_LT(rest.receiver_block0, rest.blocks);
       }
@@ -219,7 +220,7 @@ TEST(Rail, BlocksAreFewAndNeverNone) {
 
 TEST(Rail, BlocksShareAChannelWhereLinksAreFew) {
   const auto parts = [](int others, int row_channels, int tokens, int row_bytes, int num_sms = 132) {
-    return plan_rail({others, row_channels, tokens, row_bytes, true, true, true, true}, num_sms).parts;
+    return plan_rail({others, row_channels, tokens, row_bytes, true, true, true, true}, sm_90(num_sms)).parts;
   };
   EXPECT_EQ(parts(1, kRowChannels, 128, 14336), 4);
   EXPECT_EQ(parts(1, kRowChannels, 128, 7392), 4);
@@ -234,16 +235,16 @@ TEST(Rail, BlocksShareAChannelWhereLinksAreFew) {
   // Few SMs.
   EXPECT_EQ(parts(1, kRowChannels, 128, 14336, 62), 1);
   EXPECT_EQ(parts(1, kRowChannels, 128, 14336, 63), 2);
-  const RailPlan plan = plan_rail({1, kRowChannels, 128, 14336, true, true, true}, 132);
+  const RailPlan plan = plan_rail({1, kRowChannels, 128, 14336, true, true, true}, sm_90());
   EXPECT_EQ(plan.send_blocks, 33);
   EXPECT_EQ(plan.forward_blocks, 36);
   EXPECT_EQ(plan.sum_blocks, 0);
-  const RailPlan placed = plan_rail({1, kRowChannels, 128, 14336, true, true, false}, 132);
+  const RailPlan placed = plan_rail({1, kRowChannels, 128, 14336, true, true, false}, sm_90());
   EXPECT_EQ(placed.send_blocks, 33);
   EXPECT_EQ(placed.forward_blocks, 4) << "the record alone is forwarded";
   RailSizes added{1, kRowChannels, 128, 14336};
   added.adds_up = added.ends_early = true;
-  const RailPlan of_rows = plan_rail(added, 132);
+  const RailPlan of_rows = plan_rail(added, sm_90());
   EXPECT_EQ(of_rows.parts, 12) << "where rows are added up, nobody else has to do with them";
   EXPECT_EQ(of_rows.sum_blocks, 96);
 }
