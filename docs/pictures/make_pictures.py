@@ -1,7 +1,7 @@
 """The pictures of README and docs, as SVG text: ``python docs/pictures/make_pictures.py`` writes them beside itself.
 
-They have a white background of their own, so that they can be read on dark pages too. ``tests/test_pictures.py`` holds
-the committed files against this script.
+They have a white background of their own, so that they can be read on dark pages too. ``tests/docs/test_pictures.py``
+holds the committed files against this script.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 // The GPU that plans are tested for.
 #pragma once
 
-#include "runtime/arch.h"
+#include "runtime/common/arch.h"
 
 namespace ep {
 

@@ -107,6 +107,20 @@ def test_number_of_sms_changes_no_bit(num_sms: int) -> None:
         check_ht_case(case, num_sms=num_sms)
 
 
+def test_the_last_plans_are_told_in_words() -> None:
+    case = Expected(plain_case(2))
+
+    def body(group: ThreadGroup) -> None:
+        with shared_buffer(group, [case]) as buffer:
+            assert buffer.runtime.last_plans() == ["", ""]
+            case.run(buffer)
+            blocks, plans = buffer.runtime.last_blocks(), buffer.runtime.last_plans()
+            for count, plan in zip(blocks, plans, strict=True):
+                assert count > 0 and plan.startswith(f"{count} blocks of ") and " receive with " in plan
+
+    run_ranks(2, body)
+
+
 @pytest.mark.parametrize("num_ranks", [33, 64])
 def test_more_ranks_than_lanes_give_the_oracles_bits(num_ranks: int) -> None:
     case = plain_case(num_ranks, topk=8, tokens=(4,) * num_ranks, max_tokens=4)

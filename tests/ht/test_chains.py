@@ -59,7 +59,7 @@ def test_a_wrong_bit_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None
         assert int(chain.wrong) > 0
 
 
-# ---- The bodies of gpu_ht_ranks.py
+# ---- The bodies of tests/gpu/ht_ranks.py
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

@@ -15,7 +15,7 @@
 #include "cuda/host/one_gpu_world.h"
 #include "cuda/host/setup.h"
 #include "cuda/launch/launch.h"
-#include "runtime/arch.h"
+#include "runtime/common/arch.h"
 #include "transport/device/check_cuda.h"
 #include "transport/device/device_guard.h"
 #include "transport/nccl/window.h"

@@ -4,7 +4,7 @@
 #include "cuda/host/memory.h"
 #include "cuda/launch/launch.h"
 #include "layout/window.h"
-#include "runtime/arch.h"
+#include "runtime/common/arch.h"
 
 namespace ep {
 

@@ -11,7 +11,7 @@
 #include "cuda/host/one_gpu_world.h"
 #include "cuda/protocol/device_state.h"
 #include "layout/ll/offsets.h"
-#include "runtime/arch.h"
+#include "runtime/common/arch.h"
 #include "transport/device/lsa_peers.h"
 #include "transport/nccl/window.h"
 

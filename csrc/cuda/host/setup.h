@@ -5,7 +5,7 @@
 
 #include "cuda/host/memory.h"
 #include "layout/window.h"
-#include "runtime/config.h"
+#include "runtime/group.h"
 
 namespace ep {
 

@@ -1,5 +1,5 @@
 // A network for tests: a queue of descriptors that kernels fill, and a thread of the host that takes them and moves the
-// bytes, as a NIC would (simulated_nic.h). The windows of all ranks are addresses of this process.
+// bytes, as a NIC would (tests/gpu_emulator/network/nic.h). The windows of all ranks are addresses of this process.
 #pragma once
 
 #include <cstdint>

@@ -35,7 +35,7 @@ struct OpContext {
 
   // kMasksRanks: the ranks that are masked when the operation opens, bit r of 64 for rank r; the same where bit i is
   // the i-th rank after this one; the sources that a dispatch leaves out; and not 0 if its block must read the routing
-  // again (ll/mask_consensus.cuh).
+  // again (ll/dispatch/mask_consensus.cuh).
   uint32_t masked[2], masked_turns[2];
   mutable uint32_t left_out[2], listens_again[2];
   // kMasksFarRanks: what leads to ranks of other domains (FarRanks).
@@ -117,7 +117,8 @@ __device__ __forceinline__ bool is_masked(const OpContext& context, int rank) {
   return kMasksRanks && (context.masked[rank >> 5] >> (rank & 31) & 1) != 0;
 }
 
-// Ranks of other domains, which stores do not reach. Of kernels that mask ranks and cross domains (ll/far_ranks.cuh).
+// Ranks of other domains, which stores do not reach. Of kernels that mask ranks and cross domains
+// (ll/common/far_ranks.cuh).
 struct FarRanks {
   __device__ static bool has(const OpContext& context, int rank);
   // Tells the peer that this rank masks it; once, until masks are cleaned.

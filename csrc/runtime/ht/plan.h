@@ -5,7 +5,7 @@
 
 #include "base/platform.h"
 #include "layout/common/outputs.h"
-#include "runtime/arch.h"
+#include "runtime/common/arch.h"
 
 namespace ep {
 

@@ -7,7 +7,7 @@
 
 #include "base/math.h"
 #include "base/platform.h"
-#include "runtime/arch.h"
+#include "runtime/common/arch.h"
 
 namespace ep {
 

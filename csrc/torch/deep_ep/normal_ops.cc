@@ -1,7 +1,7 @@
 // High-throughput dispatch in the convention of DeepEP's normal mode: flat, with counts on the host. host_counts, where
 // sizes are exact: most tokens of any rank, then the rows of each local expert [L]; if the first is above max_tokens,
 // nothing was sent and the other results are empty. combine and the cached dispatch take the native ops:
-// nccl_ep/deepep_normal.py has the methods. token_layout is what get_dispatch_layout asks for.
+// nccl_ep/deep_ep/v1/normal.py has the methods. token_layout is what get_dispatch_layout asks for.
 #include <torch/library.h>
 
 #include <algorithm>

@@ -1,14 +1,6 @@
 #include "torch/ops/arena_pool.h"
 
-#if !defined(EP_WITH_CUDA)
-
-namespace ep {
-
-std::unique_ptr<ArenaPool> ArenaPool::make(std::shared_ptr<Arena>, const at::Device&) { return nullptr; }
-
-}  // namespace ep
-
-#else
+#if defined(EP_WITH_CUDA)
 
 #include <ATen/cuda/EmptyTensor.h>
 #include <ATen/cuda/MemPool.h>
@@ -244,6 +236,14 @@ std::unique_ptr<ArenaPool> ArenaPool::make(std::shared_ptr<Arena> arena, const a
   const c10::cuda::CUDAGuard guard(device);
   return std::make_unique<CudaArenaPool>(std::move(arena), device);
 }
+
+}  // namespace ep
+
+#else
+
+namespace ep {
+
+std::unique_ptr<ArenaPool> ArenaPool::make(std::shared_ptr<Arena>, const at::Device&) { return nullptr; }
 
 }  // namespace ep
 

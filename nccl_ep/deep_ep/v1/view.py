@@ -12,7 +12,7 @@ from ...checks import require_bools, require_int32, require_within
 from ...room import Room, ll_sizes_for_bytes
 from .config import sizes_for_bytes
 
-_MAX_WINDOW_BYTES = 1 << 48  # csrc/layout/region.h
+_MAX_WINDOW_BYTES = 1 << 48  # csrc/layout/common/region.h
 
 
 class State:

@@ -32,7 +32,7 @@ TEST(Divisor, DividesAsTheMachineDoes) {
 
 using UnitKey = std::tuple<int, int, int>;  // home, token, piece
 
-// A sending warp, as Sender of ll_combine_send.cuh goes through its units.
+// A sending warp, as Sender of ll/combine/send.cuh goes through its units.
 struct SendingWarp {
   const WorkSchedule* schedule;
   std::vector<uint32_t>* counters;

@@ -72,7 +72,7 @@ TEST(Plan, IsPrinted) {
       "132 blocks of 16 warps: blocks [0, 32) send with 4 warps, blocks [32, 132) receive with 16 warps from warp "
       "0; steps of a piece: 4, groups of senders: 1");
   EXPECT_EQ(describe(plan_ht_dispatch(14336, {.copies = true}, 4, sm_90(32))),
-            "32 blocks of 28 warps: in blocks [0, 10) 5 warps move rows; chunks: 16, pieces of a unit: 0");
+            "32 blocks of 28 warps: in blocks [0, 10) 8 warps move rows; chunks: 16, pieces of a unit: 0");
   RailPlan links = plan_rail({.others = 1, .row_channels = 8, .num_tokens = 128, .row_bytes = 14336}, sm_90());
   links.sum_blocks = 3;
   EXPECT_EQ(describe(links), "for links 1 blocks send, 1 forward, 3 add up; parts of a channel: 1");
