@@ -1,10 +1,9 @@
 // High throughput's part of the group: what follows from the rest of the parameters, and checks.
-#include "runtime/group.h"
-
 #include <algorithm>
 
 #include "base/check.h"
 #include "runtime/checks.h"
+#include "runtime/group.h"
 #include "runtime/handles.h"
 #include "runtime/ranges.h"
 
