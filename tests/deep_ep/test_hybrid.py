@@ -214,7 +214,7 @@ def test_a_config_that_was_raised_is_obeyed() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16])
-def test_ids_of_each_dtype(dtype: torch.dtype) -> None:
+def test_ids_of_each_dtype_give_the_same(dtype: torch.dtype) -> None:
     """-1 for a choice that was dropped; in place of a map, and as a map."""
     case = Case()
     for ids, weights, chosen in zip(case.idx, case.weights, case.maps, strict=True):

@@ -66,7 +66,7 @@ def own_factors(out: nccl_ep.DispatchOutput, buffer: nccl_ep.Buffer) -> torch.Te
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_equal_to_plain_torch(ranks: int, mode: str, layout: str, weighting: str) -> None:
+def test_derivatives_are_plain_torchs(ranks: int, mode: str, layout: str, weighting: str) -> None:
     def body(group: Any) -> list[torch.Tensor]:
         with make_buffer(group) as buffer:
             how = {"capacity": 8 * ranks} if layout == "expert_major" else {}
@@ -81,7 +81,7 @@ def test_equal_to_plain_torch(ranks: int, mode: str, layout: str, weighting: str
 
 @pytest.mark.parametrize("weighting", WEIGHTINGS)
 @pytest.mark.parametrize("mode", MODES)
-def test_dropped_rows(mode: str, weighting: str) -> None:
+def test_derivatives_of_dropped_rows_are_plain_torchs(mode: str, weighting: str) -> None:
     """Past an expert's capacity: nothing of them, in no order."""
     with make_buffer(None) as buffer:
         tokens = Tokens(0)
@@ -196,7 +196,7 @@ def test_a_row_that_exists_and_is_no_number(mode: str, weighting: str) -> None:
             torch.testing.assert_close(each, plain, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
-def test_a_third_derivative() -> None:
+def test_a_third_derivative_is_plain_torchs() -> None:
     """d/dw of d/dg of d/dx: a product of weights, at weights of 0."""
     with make_buffer(None) as buffer:
         for mode in MODES:
