@@ -227,7 +227,7 @@ class _AsMpi:
         return [mine]
 
 
-def test_groups_that_only_look_like_one() -> None:
+def test_groups_that_only_look_like_one_are_refused() -> None:
     """They have rank(), size() and allgather(), but of another kind."""
     store = dist.HashStore()
     backend = dist.ProcessGroupGloo(store, 0, 1, timedelta(seconds=5))
@@ -260,7 +260,7 @@ def _on_the_fake_backend() -> list[str]:
     return said
 
 
-def test_the_fake_backend() -> None:
+def test_the_fake_backend_is_refused_beyond_one_rank() -> None:
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         said = pool.apply(_on_the_fake_backend)
     assert said[0].startswith("group is of the fake backend: of its 4 ranks only this one exists"), said

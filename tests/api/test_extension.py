@@ -24,7 +24,9 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("arguments", "is_installed"), [(("-m", "nccl_ep.doctor"), True), (("-c", "import nccl_ep.deep_ep"), False)]
 )
-def test_an_unbuilt_clone(arguments: tuple[str, str], is_installed: bool, clone: Path, tmp_path: Path) -> None:
+def test_an_unbuilt_clone_says_what_to_do(
+    arguments: tuple[str, str], is_installed: bool, clone: Path, tmp_path: Path
+) -> None:
     installed = tmp_path / "nccl_ep" / f"_C{EXTENSION_SUFFIXES[0]}"
     if is_installed:
         installed.parent.mkdir()

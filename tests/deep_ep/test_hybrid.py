@@ -134,7 +134,7 @@ def test_a_buffer_grows_and_old_handles_stay_good() -> None:
     on_ranks(body, hidden_dim=8, max_num_of_tokens_per_rank=1)
 
 
-def test_unequal_tokens_and_a_number_that_is_equal() -> None:
+def test_an_equal_number_serves_unequal_tokens() -> None:
     """Each rank has its own number of tokens; ``num_of_tokens_per_rank`` says for how many the buffer is."""
     case = Case()
     tokens = [2, TOKENS]
@@ -171,7 +171,7 @@ def test_none_or_all_grow_by_their_own_tokens() -> None:
 
 
 @pytest.mark.parametrize("blocks", [True, False])
-def test_some_ranks_that_would_grow_alone(blocks: bool) -> None:
+def test_ranks_that_would_grow_alone_hear_of_it(blocks: bool) -> None:
     """All ranks hear of it at once, and what to give."""
     case = Case()
 
@@ -185,7 +185,7 @@ def test_some_ranks_that_would_grow_alone(blocks: bool) -> None:
     on_ranks(body, max_num_of_tokens_per_rank=4)
 
 
-def test_unequal_numbers_of_tokens_per_rank() -> None:
+def test_unequal_numbers_of_tokens_per_rank_are_told_to_all() -> None:
     case = Case()
 
     def body(buffer: HybridEPBuffer, rank: int) -> None:

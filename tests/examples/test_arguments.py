@@ -143,7 +143,7 @@ def assert_refused(program: Any, arguments: str, text: str, folder: Path, capsys
         ("", "3", "--experts is 8, must be a multiple of the 3"),
     ],
 )
-def test_ranks_of_torchrun(
+def test_ranks_of_torchrun_refuse_the_same(
     name: str, count: str, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RANK", "0")
@@ -163,7 +163,7 @@ def test_what_is_right_is_taken(folder: Path) -> None:
     assert options.overlap == ["off", "on"]
 
 
-def test_no_rank_starts(tmp_path: Path) -> None:
+def test_no_rank_starts_where_a_folder_is_missing(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "examples.moe_lm.train", "--device", "cpu", "--load", str(tmp_path / "nosuch")],
         cwd=ROOT, capture_output=True, text=True, timeout=120,

@@ -77,7 +77,7 @@ def stop_at(place: int, stop: Callable[[], None]) -> Any:
     return trace
 
 
-def test_a_rank_that_is_killed_at_any_line(tmp_path: Path) -> None:
+def test_a_rank_killed_at_any_line_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     found = []
     for place in range(1000):
         folder = tmp_path / str(place)
@@ -116,7 +116,9 @@ def _killed(rank: int, folder: str, victim: int, function: str) -> str:
 @pytest.mark.parametrize(
     ("victim", "function", "step"), [(0, "_replace_index", 1), (1, "_write_tensors", 1), (0, "_remove_other_data", 2)]
 )
-def test_one_of_two_ranks_is_killed(tmp_path: Path, victim: int, function: str, step: int) -> None:
+def test_one_of_two_ranks_killed_leaves_a_whole_checkpoint(
+    tmp_path: Path, victim: int, function: str, step: int
+) -> None:
     folder = tmp_path / "saved"
     save(folder, 1)
     with processes(2, _killed, tmp_path, str(folder), victim, function) as world:
@@ -136,7 +138,7 @@ def _without_room(rank: int, folder: str, victim: int, room: int) -> str:
     return str(raised.value)
 
 
-def test_no_room_for_one_of_two_ranks(tmp_path: Path) -> None:
+def test_no_room_for_one_of_two_ranks_leaves_the_old_checkpoint(tmp_path: Path) -> None:
     folder = tmp_path / "saved"
     save(folder, 1)
     with processes(2, _without_room, tmp_path, str(folder), 1, 1000) as world:
@@ -145,7 +147,7 @@ def test_no_room_for_one_of_two_ranks(tmp_path: Path) -> None:
     assert loaded(folder) == 1 and len(os.listdir(folder)) == 2
 
 
-def test_no_room_for_the_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_room_for_the_index_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 1)
 
     def no_room(_: int) -> None:
@@ -247,7 +249,7 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
     assert values_of(model, optimiser) == [7]
 
 
-def test_where_nothing_can_be_saved(tmp_path: Path) -> None:
+def test_where_nothing_can_be_saved_nothing_is_lost(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=f"{tmp_path}/file: FileExistsError|{tmp_path}/file: NotADirectoryError"):
         save(tmp_path / "file", 1)

@@ -130,7 +130,7 @@ def test_a_bad_request_is_refused_and_the_others_are_served(served: Served, expe
     assert figures["tokens"] == sum(len(tokens) for tokens in expected)
 
 
-def test_what_the_program_says(tmp_path: Path) -> None:
+def test_the_program_says_what_it_serves_and_no_nan(tmp_path: Path) -> None:
     """One request of one token has no time between tokens. On three ranks two have nothing to serve."""
     arguments = f"{SIZES} --experts 6 --ranks 3 --requests 1 --output 1 --report {tmp_path}/report.json"
     done = subprocess.run(

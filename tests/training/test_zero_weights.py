@@ -140,7 +140,7 @@ class Poisoned(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_gradient_of_weights_of_rows_that_do_not_exist(mode: str) -> None:
+def test_the_gradient_of_weights_of_rows_that_do_not_exist_is_zero(mode: str) -> None:
     """It is zero, although the rows are no numbers: a sum over all weights is the sum over those that exist."""
     with make_buffer(None) as buffer:
         tokens = Tokens(0)
@@ -157,7 +157,7 @@ def test_the_gradient_of_weights_of_rows_that_do_not_exist(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_row_that_is_skipped_at_home(mode: str) -> None:
+def test_a_row_that_is_skipped_at_home_adds_nothing(mode: str) -> None:
     """Its ids are given at the combine, and one is -1: the row is NaN, and adds nothing to anything."""
     with make_buffer(None) as buffer:
         tokens = Tokens(0)
@@ -183,7 +183,7 @@ def test_a_row_that_is_skipped_at_home(mode: str) -> None:
 
 @pytest.mark.parametrize("weighting", WEIGHTINGS)
 @pytest.mark.parametrize("mode", MODES)
-def test_a_row_that_exists_and_is_no_number(mode: str, weighting: str) -> None:
+def test_a_row_that_is_no_number_spoils_only_its_weights_gradient(mode: str, weighting: str) -> None:
     """Its weight is 0: the gradient of the weight is NaN as in plain torch, and that of all others is as without it."""
     with make_buffer(None) as buffer:
         tokens = Tokens(0)
