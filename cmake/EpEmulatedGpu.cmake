@@ -3,10 +3,9 @@
 set(emulator ${PROJECT_SOURCE_DIR}/tests/gpu_emulator)
 file(GLOB_RECURSE emulator_sources CONFIGURE_DEPENDS ${emulator}/*.cc csrc/cuda/*.cc csrc/cuda/*.cu)
 list(FILTER emulator_sources EXCLUDE REGEX "/gin/")  # NCCL's own network
-if(NOT NCCL_EP_LAB)
-  list(FILTER emulator_sources EXCLUDE REGEX "/host/one_gpu/[a-z_]+\\.cu$")
-endif()
+list(FILTER emulator_sources EXCLUDE REGEX "/csrc/cuda/host/one_gpu_library\\.cc$")  # no library of its own
 set_source_files_properties(${emulator_sources} PROPERTIES LANGUAGE CXX)
+set_source_files_properties(csrc/cuda/host/one_gpu/table.cc PROPERTIES COMPILE_DEFINITIONS EP_VERSION="${PROJECT_VERSION}")
 ep_add_library(ep_cuda STATIC ${emulator_sources})
 target_include_directories(ep_cuda BEFORE PRIVATE ${emulator}/include)
 target_compile_options(ep_cuda PRIVATE -include cuda_runtime.h -Wno-unknown-pragmas -Wno-unused-function

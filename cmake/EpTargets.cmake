@@ -52,3 +52,24 @@ function(ep_export_only target version_script)
   target_link_options(${target} PRIVATE -Wl,-Bsymbolic -Wl,--version-script=${script})
   set_property(TARGET ${target} APPEND PROPERTY LINK_DEPENDS ${script})
 endfunction()
+
+# NCCL's headers come before the toolkit's, which may hold an older nccl.h. (To nvcc the toolkit's are no system headers,
+# so NCCL's must not be either.) NCCL is never linked: the few host functions are looked up in the process at run time.
+function(ep_use_cuda target scope)
+  target_include_directories(${target} BEFORE ${scope} $<$<COMPILE_LANGUAGE:CUDA>:${EP_NCCL_INCLUDE_DIR}>)
+  target_include_directories(${target} SYSTEM BEFORE ${scope} $<$<COMPILE_LANGUAGE:CXX>:${EP_NCCL_INCLUDE_DIR}>)
+  target_compile_definitions(${target} ${scope} EP_WITH_CUDA=1)
+  target_link_libraries(${target} ${scope} ep_core CUDA::cudart_static)
+endfunction()
+
+# A library that both products load on demand lies beside each of them.
+function(ep_install_beside target)
+  if(NCCL_EP_IN_PLACE)
+    set_target_properties(${target} PROPERTIES LIBRARY_OUTPUT_DIRECTORY ${CMAKE_CURRENT_SOURCE_DIR}/nccl_ep)
+  endif()
+  install(TARGETS ${target} LIBRARY DESTINATION nccl_ep COMPONENT python)
+  if(NCCL_EP_BUILD_C_LIBRARY)
+    include(GNUInstallDirs)
+    install(TARGETS ${target} LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR} COMPONENT c_library)
+  endif()
+endfunction()

@@ -150,7 +150,7 @@ def run_process(rank, args, folder):
 
 
 def run(args):
-    if not args.processes:
+    if not args.processes and (args.device == "cpu" or args.ranks == 1):
         return run_ranks(args.ranks, lambda group: train_step(group, args))
     with TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(run_process, (args, folder), nprocs=args.ranks)
@@ -211,7 +211,7 @@ def main():
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=2048, help="of a rank, at most")
     parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--processes", action="store_true", help="ranks as processes instead of threads")
+    parser.add_argument("--processes", action="store_true", help="CPU ranks as processes instead of threads")
     args = parser.parse_args()
     print(f"An MoE layer on {args.ranks} ranks ({args.device}): {EXPERTS_PER_RANK} experts a rank, top-{TOPK},")
     print(f"up to {args.tokens} tokens a rank, rows of {args.hidden} bf16 numbers.")

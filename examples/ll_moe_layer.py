@@ -153,7 +153,7 @@ def main():
     parser.add_argument("--processes", action="store_true", help="CPU ranks as processes instead of threads")
     args = parser.parse_args()
     num_ranks = args.ranks or (num_gpus if args.device == "cuda" else 4)
-    # Fewer GPUs than ranks: only a world on one GPU is possible, and its ranks are threads.
+    # Fewer GPUs than ranks: only a world on one GPU is possible, in builds with NCCL_EP_LAB. Its ranks are threads.
     processes = args.processes or (args.device == "cuda" and 1 < num_ranks <= num_gpus)
     print(f"One MoE layer on {num_ranks} ranks ({'processes' if processes else 'threads'}, {args.device}):", end=" ")
     print(f"{EXPERTS_PER_RANK} experts a rank, top-{TOPK}, rows of {HIDDEN} bf16 numbers.", flush=True)

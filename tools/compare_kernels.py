@@ -39,7 +39,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ptx", action="store_true", help="compare PTX modulo names")
     parser.add_argument(
-        "--flags", type=Path, default=Path("build/dev/compile_commands.json"), help="default: %(default)s"
+        "--flags", type=Path, default=Path("build/kernels/compile_commands.json"), help="default: %(default)s"
     )
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path)

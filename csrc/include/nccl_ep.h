@@ -421,7 +421,8 @@ typedef struct {
   int32_t send_only; /* low latency */
   ncclEpWeights_t weights;
   /* Of partial sums on their way home: the output's type (AUTO), float32, or, for rows and outputs that are both bf16
-     or both fp16, H a multiple of 16: NCCL_EP_FLOAT8_E4M3 (e4m3 with a scale for 128 elements), NCCL_EP_LOGFMT. */
+     or both fp16, H a multiple of 16: NCCL_EP_FLOAT8_E4M3 (e4m3 with a scale for 128 elements), NCCL_EP_LOGFMT. Outputs
+     are of the rows' type, or float32. */
   ncclEpDataType_t wire_dtype;
   int32_t num_sms;          /* the same on all ranks; 0: as the group */
   int32_t rows_per_signal;  /* row_signals: rows of a block */

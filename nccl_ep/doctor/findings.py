@@ -152,7 +152,7 @@ def _judge_gpus(facts: Facts, problem: Any, note: Any) -> None:
         note("GPUs reach one another, whether by NVLink or PCIe is not known here",
              "pip install nvidia-ml-py, or nvidia-smi on the PATH, tells")  # fmt: skip
     if len(facts.gpus) == 1:
-        note("one GPU: a world of one rank, or of several ranks as threads of one process for tests")
+        note('one GPU: a world of one rank; several ranks need a GPU each, or device="cpu"')
 
 
 def plan(facts: Facts, findings: list[Finding]) -> tuple[str, int]:

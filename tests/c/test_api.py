@@ -21,7 +21,7 @@ from tests.c import c_api
 from tests.c.c_api import Library
 from tests.c.case import TOOLS, has_c_form, refused, run, run_case
 from tests.support.expected import expected_cases
-from tests.support.gpus import NUM_GPUS
+from tests.support.gpus import NUM_GPUS, on_one_gpu
 
 HEADER = ROOT / "csrc/include/nccl_ep.h"
 STRICT = ["-std=c11", "-Wall", "-Wextra", "-Werror", "-pedantic"]
@@ -40,7 +40,7 @@ def test_generated_cases_give_the_oracles_results(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("staged", [False, True], ids=["fused", "staged"])
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("num_ranks", on_one_gpu(1, 2, 4))
 def test_low_latency_on_one_gpu_gives_the_oracles_bits(library: Library, num_ranks: int, staged: bool) -> None:
     if not torch.cuda.is_available():
         pytest.skip("torch finds no GPU")

@@ -17,7 +17,7 @@ from tests.c.case import has_c_form
 from tests.c.ht_case import WAYS, run_ht_case, run_route_that_fails, run_route_that_fails_over_nccl
 from tests.support.cases import generate
 from tests.support.expected import plain_case
-from tests.support.gpus import ranks_on_gpus
+from tests.support.gpus import on_one_gpu, ranks_on_gpus
 from tests.support.patience import PATIENCE
 from tests.support.processes import run_processes
 
@@ -59,7 +59,7 @@ def test_a_route_that_fails_over_nccl(library: Library, library_file: Path, tmp_
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("num_ranks", on_one_gpu(1, 2, 4))
 def test_high_throughput_on_one_gpu_gives_the_oracles_bits(library: Library, num_ranks: int) -> None:
     require_gpu(library)
     fitting = (case for case in map(generate, itertools.count(700)) if case.num_ranks == num_ranks)

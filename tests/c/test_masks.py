@@ -19,7 +19,7 @@ from tests.c.case import SECOND, CaseRun, allgather_of, make_group, refused, ten
 from tests.c.comm import Nccl, over
 from tests.ll.mask_ranks import DEADLINE, Parted
 from tests.support.expected import Expected, plain_case
-from tests.support.gpus import WORLDS, needs_gpu, on_gpu, ranks_on_gpus
+from tests.support.gpus import WORLDS, needs_gpu, on_gpu, one_gpu_worlds, ranks_on_gpus
 from tests.support.patience import PATIENCE, Clock, Late, with_more_time
 from tests.support.processes import run_processes
 
@@ -280,6 +280,7 @@ def run_over_communicator(rank: int, library_file: Path, num_ranks: int) -> None
 class TestOnGpus:
     pytestmark = needs_gpu
 
+    @one_gpu_worlds
     @pytest.mark.parametrize("num_ranks", [2, 4])
     def test_groups_part_and_meet_on_one_gpu(self, library: Library, num_ranks: int) -> None:
         case = Parted(plain_case(num_ranks), frozenset({0}))

@@ -151,6 +151,8 @@ def test_bad_calls_are_refused_and_the_next_good_one_works(library: Library, gro
         (r"tokens has shape \[7, 16\], must be \[8, 16\]", {"rows": torch.zeros(7, 16)}),
         ("adds up", {"rows": torch.zeros(8, 16, dtype=torch.int32)}),
         (r"output tokens has shape \[4, 15\]", {"y": torch.zeros(4, 15)}),
+        ("adds up fp32 rows to bf16: the output must be of the rows' dtype, or fp32",
+         {"y": torch.zeros(4, 16, dtype=torch.bfloat16)}),
         ("weights 4 is unknown", {"mode": 4}),
         ("go with NCCL_EP_WEIGHTS_HOME", {"topk_weights": torch.zeros(4, 2)}),
         ("topk_weights is not given", {"mode": c_api.WEIGHTS_HOME}),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tests.contract.suite import Contract
 from tests.contract.world import Backend, Threads
-from tests.support.gpus import needs_gpu
+from tests.support.gpus import needs_gpu, one_gpu_worlds
 
-pytestmark = needs_gpu
+pytestmark = [*needs_gpu, one_gpu_worlds]
 
 
 class TestOneGpu(Contract):

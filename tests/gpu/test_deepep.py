@@ -14,19 +14,19 @@ from nccl_ep.testing import ThreadGroup, run_ranks
 from tests.deep_ep import low_latency_ranks
 from tests.deep_ep.low_latency_ranks import deepep_cases, small_case
 from tests.support.expected import Expected, plain_case, shared_buffer
-from tests.support.gpus import WORLDS, busy, needs_gpu, ranks_on_gpus
+from tests.support.gpus import WORLDS, busy, needs_gpu, on_one_gpu, ranks_on_gpus
 from tests.support.processes import run_processes
 
 pytestmark = needs_gpu
 WAYS: list[dict[str, Any]] = [{}, {"staged": True}, {"async_finish": True}]
 
 
-@pytest.mark.parametrize(("num_ranks", "count"), [(1, 30), (2, 30), (4, 20)])
-def test_generated_cases_on_one_gpu_give_the_oracles_bits(num_ranks: int, count: int) -> None:
+@pytest.mark.parametrize("num_ranks", on_one_gpu(1, 2, 4))
+def test_generated_cases_on_one_gpu_give_the_oracles_bits(num_ranks: int) -> None:
     """In turn fused, with hooks, on the buffer's own stream; the last for one rank alone, as several on one GPU share a
     stream."""
     ways = WAYS if num_ranks == 1 else WAYS[:2]
-    cases = deepep_cases(count, num_ranks, domain_size=None)
+    cases = deepep_cases(20 if num_ranks == 4 else 30, num_ranks, domain_size=None)
 
     def body(group: ThreadGroup) -> None:
         with shared_buffer(group, cases, device="cuda") as buffer:

@@ -29,6 +29,8 @@ from tests.support.gpus import (
     needs_gpu,
     num_cases,
     num_replays,
+    on_one_gpu,
+    one_gpu_worlds,
     ranks_on_gpus,
     several_gpus,
 )
@@ -43,17 +45,20 @@ pytestmark = needs_gpu
 # ---- The world on one GPU
 
 
+@one_gpu_worlds
 def test_generated_cases_on_one_gpu_give_the_oracles_bits() -> None:
     for seed in range(NUM_CASES):
         check_case(ranks.cuda_case(seed), device="cuda", staged=seed % 3 == 1)
 
 
+@one_gpu_worlds
 @pytest.mark.parametrize("staged", [False, True], ids=["fused", "staged"])
 def test_large_cases_on_one_gpu_give_the_oracles_bits(staged: bool) -> None:
     for case in large_cases():
         check_case(case, device="cuda", staged=staged)
 
 
+@one_gpu_worlds
 @pytest.mark.parametrize("staged", [False, True], ids=["fused", "staged"])
 @pytest.mark.parametrize("num_sms", NUM_SMS)
 def test_number_of_sms_changes_no_bit(num_sms: int, staged: bool) -> None:
@@ -62,6 +67,7 @@ def test_number_of_sms_changes_no_bit(num_sms: int, staged: bool) -> None:
         check_case(case, device="cuda", staged=staged, num_sms=num_sms)
 
 
+@one_gpu_worlds
 @pytest.mark.parametrize("num_sms", [*NUM_SMS, 2])
 def test_many_calls_on_few_sms_free_their_banks(num_sms: int) -> None:
     """A bank is used again after two calls: whoever forgets to free one shows it here."""
@@ -80,7 +86,7 @@ def test_many_calls_on_few_sms_free_their_banks(num_sms: int) -> None:
     run_ranks(2, body)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", on_one_gpu(1, 2))
 def test_gemms_of_the_caller_keep_their_bits(num_ranks: int) -> None:
     case = Expected(ranks.wide_case(num_ranks))
 

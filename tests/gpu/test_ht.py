@@ -21,7 +21,18 @@ from tests.gpu import handles, ht_chains, ht_failures, ht_ranks, ranks
 from tests.gpu.sanitizers import TOOLS, needs_sanitizer, run_sanitizer
 from tests.ht.harness import HtCoverage, check_ht_case
 from tests.support.expected import plain_case
-from tests.support.gpus import NUM_SMS, TEST_ALL, WORLDS, in_processes, needs_gpu, num_cases, num_replays, ranks_on_gpus
+from tests.support.gpus import (
+    NUM_SMS,
+    TEST_ALL,
+    WORLDS,
+    in_processes,
+    needs_gpu,
+    num_cases,
+    num_replays,
+    on_one_gpu,
+    one_gpu_worlds,
+    ranks_on_gpus,
+)
 from tests.support.processes import processes, run_processes
 
 NUM_CASES, NUM_REPLAYS = num_cases(400), num_replays(10000 if TEST_ALL else 2000)
@@ -32,6 +43,7 @@ pytestmark = needs_gpu
 # ---- The world on one GPU
 
 
+@one_gpu_worlds
 def test_generated_cases_on_one_gpu_give_the_oracles_bits() -> None:
     coverage = HtCoverage()
     for seed in range(NUM_CASES):
@@ -42,6 +54,7 @@ def test_generated_cases_on_one_gpu_give_the_oracles_bits() -> None:
         assert not coverage.missing()
 
 
+@one_gpu_worlds
 @pytest.mark.parametrize("num_sms", NUM_SMS)
 @pytest.mark.parametrize("number", range(5))
 def test_number_of_sms_changes_no_bit(number: int, num_sms: int) -> None:
@@ -50,7 +63,7 @@ def test_number_of_sms_changes_no_bit(number: int, num_sms: int) -> None:
         check_ht_case(ht_ranks.wide_cases(num_ranks)[number], device="cuda", num_sms=num_sms)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("num_ranks", on_one_gpu(1, 2, 4))
 @pytest.mark.parametrize("body", ht_ranks.BODIES + ht_ranks.SLOW_BODIES + handles.BODIES)
 def test_high_throughput_keeps_each_promise_on_one_gpu(body: Any, num_ranks: int) -> None:
     """See each body: outputs that live, inputs that are overwritten, both modes, a layout of each rank's own, FP8,
@@ -58,6 +71,7 @@ def test_high_throughput_keeps_each_promise_on_one_gpu(body: Any, num_ranks: int
     run_ranks(num_ranks, lambda group: body(group, "cuda"))
 
 
+@one_gpu_worlds
 def test_one_buffer_serves_many_cases() -> None:
     for num_ranks in (1, 2, 4):
         cases = [ht_ranks.ExpectedHt(case) for case in ranks.cuda_cases(30, num_ranks)]

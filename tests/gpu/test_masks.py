@@ -10,18 +10,20 @@ from tests.gpu.ranks import cuda_cases
 from tests.gpu.sanitizers import TOOLS, needs_sanitizer, run_sanitizer
 from tests.ll import mask_ranks
 from tests.ll.mask_ranks import Parted, run_on_one_gpu, run_over_shapes
-from tests.support.gpus import WORLDS, needs_gpu, num_cases, ranks_on_gpus
+from tests.support.gpus import WORLDS, needs_gpu, num_cases, one_gpu_worlds, ranks_on_gpus
 from tests.support.processes import processes, run_processes
 
 NUM_CASES = num_cases(60)
 pytestmark = needs_gpu
 
 
+@one_gpu_worlds
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_two_groups_part_and_meet_on_one_gpu(num_ranks: int) -> None:
     run_on_one_gpu([Parted(case) for case in cuda_cases(max(NUM_CASES // 3, 1), num_ranks)])
 
 
+@one_gpu_worlds
 def test_sizes_may_change_while_ranks_are_masked_on_one_gpu() -> None:
     first = frozenset({0, 1})
     run_on_one_gpu([Parted(case, first) for case in cuda_cases(max(NUM_CASES // 3, 2), 3)], run_over_shapes)

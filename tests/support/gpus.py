@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -20,10 +21,19 @@ WORLDS = [ranks for ranks in (2, 3, 4, 8) if ranks <= max(NUM_GPUS, 4 if SHARED_
 
 _reason = "no GPU here" if not torch.cuda.is_available() else "nccl_ep was built without CUDA"
 needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS == 0, reason=_reason)]
+HAS_ONE_GPU_WORLDS = hasattr(_C, "set_gpu_testing")  # of several ranks: in builds with NCCL_EP_LAB
+one_gpu_worlds = pytest.mark.skipif(
+    NUM_GPUS > 0 and not HAS_ONE_GPU_WORLDS, reason="several ranks on one GPU: build with -DNCCL_EP_LAB=ON"
+)
 several_gpus = pytest.mark.skipif(NUM_GPUS < 2, reason=f"{NUM_GPUS} GPU here, two are needed")
 ranks_on_gpus = pytest.mark.skipif(
     NUM_GPUS < 2 and not SHARED_GPUS, reason=f"{NUM_GPUS} GPU here: ranks in processes need one each"
 )
+
+
+def on_one_gpu(*worlds: int) -> list[Any]:
+    """Parameters: numbers of ranks on one GPU."""
+    return [ranks if ranks == 1 else pytest.param(ranks, marks=one_gpu_worlds) for ranks in worlds]
 
 
 def on_gpu(rank: int) -> torch.device:

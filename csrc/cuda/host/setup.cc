@@ -68,7 +68,7 @@ void make_window(Bootstrap& bootstrap, Memory& memory, const Topology& topology,
     EP_CUDA(cudaMalloc(reinterpret_cast<void**>(&memory.own_window), bytes));
     memory.peers = {memory.own_window, bytes, 0};
   } else if (is_on_one_gpu) {
-    memory.world = OneGpuWorld::join(bootstrap, bytes, config.timeout_seconds);
+    memory.world = join_one_gpu_world(bootstrap, bytes, config.timeout_seconds, config.masks_late_ranks);
     memory.peers = memory.world->peers(bootstrap.rank());
   } else {
     make_nccl_window(bootstrap, memory, topology, bytes, config);

@@ -1,6 +1,6 @@
+#include "cuda/device/with_types.h"
 #include "cuda/ht/combine.cuh"
 #include "cuda/launch/launch_util.h"
-#include "cuda/launch/with_types.h"
 
 namespace ep {
 namespace ht {
@@ -13,13 +13,6 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     combine_rows(const __grid_constant__ KernelArgs<HtCombineParams> args) {
   EP_DYNAMIC_SHARED(char, shared);
   ht_combine<kIn, kWire, kOut>(args, BlockPosition::own(), shared);
-}
-
-template <DType kIn, DType kWire, DType kOut>
-__global__ void __launch_bounds__(kMaxThreads, 1)
-    combine_rows_world(const KernelArgs<HtCombineParams>* all, int blocks) {
-  EP_DYNAMIC_SHARED(char, shared);
-  ht_combine<kIn, kWire, kOut>(all[blockIdx.x / blocks], BlockPosition::in_world(blocks), shared);
 }
 
 }  // namespace
@@ -41,7 +34,6 @@ void load_ht_combine_kernels() {
   for_all_types([](auto types) {
     using T = decltype(types);
     load_kernel(&ht::combine_rows<T::in, T::wire, T::out>, kMaxSharedBytes);
-    load_kernel(&ht::combine_rows_world<T::in, T::wire, T::out>, kMaxSharedBytes);
   });
 }
 
@@ -53,18 +45,6 @@ void launch(const KernelArgs<HtCombineParams>& args, void* stream) {
     launch_kernel(&ht::combine_rows<T::in, T::wire, T::out>, args.plan.blocks, args.plan.threads(), args.geometry.bytes,
                   args.plan.pdl, stream, args);
   });
-}
-
-template <>
-void launch_world(const KernelArgs<HtCombineParams>* host_args, const KernelArgs<HtCombineParams>* args, int num_ranks,
-                  void* stream) {
-  const auto [blocks, threads, bytes] = LargestLaunch::of(host_args, num_ranks);
-  with_types(host_args->params.dtype, host_args->params.options.wire_dtype, host_args->params.options.out_dtype,
-             [&](auto types) {
-               using T = decltype(types);
-               launch_kernel(&ht::combine_rows_world<T::in, T::wire, T::out>, blocks * num_ranks, threads, bytes, false,
-                             stream, args, blocks);
-             });
 }
 
 }  // namespace ep

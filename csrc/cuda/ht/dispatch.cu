@@ -16,13 +16,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   ht_send<kQuant, kThreads == kManyThreads>(args, BlockPosition::own(), shared);
 }
 
-template <bool kQuant>
-__global__ void __launch_bounds__(kManyThreads, 1)
-    dispatch_send_world(const KernelArgs<HtDispatchParams>* all, int blocks) {
-  EP_DYNAMIC_SHARED(char, shared);
-  ht_send<kQuant, true>(all[blockIdx.x / blocks], BlockPosition::in_world(blocks), shared);
-}
-
 }  // namespace
 }  // namespace ht
 
@@ -56,8 +49,6 @@ void load_ht_dispatch_kernels() {
   load_kernel(&ht::dispatch_send<false, ht::kManyThreads>, kMaxSharedBytes);
   load_kernel(&ht::dispatch_send<true, ht::kFewThreads>, kMaxSharedBytes);
   load_kernel(&ht::dispatch_send<true, ht::kManyThreads>, kMaxSharedBytes);
-  load_kernel(&ht::dispatch_send_world<false>, kMaxSharedBytes);
-  load_kernel(&ht::dispatch_send_world<true>, kMaxSharedBytes);
 }
 
 [[maybe_unused]] static const bool has_stamps = add_stamps_reader("ht_dispatch", &read_stamps);
@@ -70,15 +61,6 @@ void launch(const KernelArgs<HtDispatchParams>& args, void* stream) {
     kernel = is_small ? &ht::dispatch_send<true, ht::kFewThreads> : &ht::dispatch_send<true, ht::kManyThreads>;
   }
   launch_kernel(kernel, args.plan.blocks, args.plan.threads(), args.geometry.bytes, args.plan.pdl, stream, args);
-}
-
-template <>
-void launch_world(const KernelArgs<HtDispatchParams>* host_args, const KernelArgs<HtDispatchParams>* args,
-                  int num_ranks, void* stream) {
-  const auto [blocks, threads, bytes] = LargestLaunch::of(host_args, num_ranks);
-  const auto kernel = host_args->params.options.quant != Quant::kNone ? &ht::dispatch_send_world<true>
-                                                                      : &ht::dispatch_send_world<false>;
-  launch_kernel(kernel, blocks * num_ranks, threads, bytes, false, stream, args, blocks);
 }
 
 }  // namespace ep

@@ -16,17 +16,6 @@ __global__ void __launch_bounds__(kRouteThreads, 1)
   ht_route<kExpertRows>(args, BlockPosition::own(), shared);
 }
 
-__global__ void __launch_bounds__(kRouteThreads, 1)
-    dispatch_route_world(const KernelArgs<HtRouteParams>* all, int blocks) {
-  EP_DYNAMIC_SHARED(char, shared);
-  const auto& args = all[blockIdx.x / blocks];  // ranks may have different layouts
-  if (has_expert_rows(args.params.output.layout)) {
-    ht_route<true>(args, BlockPosition::in_world(blocks), shared);
-  } else {
-    ht_route<false>(args, BlockPosition::in_world(blocks), shared);
-  }
-}
-
 }  // namespace
 }  // namespace ht
 
@@ -44,7 +33,6 @@ void load_ht_route_kernels() {
     EP_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100));
     load_kernel(kernel, kMaxSharedBytes);
   }
-  load_kernel(&ht::dispatch_route_world, kMaxSharedBytes);
 }
 
 [[maybe_unused]] static const bool has_stamps = add_stamps_reader("ht_route", &read_stamps);
@@ -53,17 +41,6 @@ void launch(const KernelArgs<HtRouteParams>& args, void* stream) {
   const bool expert_rows = has_expert_rows(args.params.output.layout);
   launch_kernel(expert_rows ? &ht::dispatch_route<true> : &ht::dispatch_route<false>, args.plan.blocks,
                 args.plan.threads(), args.geometry.bytes, args.plan.pdl, stream, args);
-}
-
-template <>
-void launch_world(const KernelArgs<HtRouteParams>* host_args, const KernelArgs<HtRouteParams>* args, int num_ranks,
-                  void* stream) {
-  const auto [blocks, threads, bytes] = LargestLaunch::of(host_args, num_ranks);
-  for (int r = 1; r < num_ranks; r++) {
-    EP_CHECK(host_args[r].plan.blocks == blocks, "rank 0 gives a dispatch ", blocks, " SMs, rank ", r, " gives it ",
-             host_args[r].plan.blocks, ": in a world on one GPU they must be equal");
-  }
-  launch_kernel(&ht::dispatch_route_world, blocks * num_ranks, threads, bytes, false, stream, args, blocks);
 }
 
 }  // namespace ep

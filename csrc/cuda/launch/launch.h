@@ -52,17 +52,8 @@ void launch(const KernelArgs<HtRouteParams>& args, void* stream);
 void launch(const KernelArgs<HtDispatchParams>& args, void* stream);
 void launch(const KernelArgs<HtCombineParams>& args, void* stream);
 
-// Low latency with masks has kernels of its own: launch() and launch_world() choose them.
+// Low latency with masks has kernels of its own: launch() chooses them.
 void launch_masking(const KernelArgs<LlDispatchParams>& args, void* stream);
 void launch_masking(const KernelArgs<LlCombineParams>& args, void* stream);
 void launch_masking(const KernelArgs<LlCombineWeightsParams>& args, void* stream);
-template <class Params>
-void launch_masking_world(const KernelArgs<Params>* host_args, const KernelArgs<Params>* args, int num_ranks,
-                          void* stream);
-
-// All `num_ranks` ranks of a world on this GPU in one launch; `args` is a device array, `host_args` its host copy. Each
-// rank gets as many blocks as the one whose plan has most.
-template <class Params>
-void launch_world(const KernelArgs<Params>* host_args, const KernelArgs<Params>* args, int num_ranks, void* stream);
-
 }  // namespace ep

@@ -42,22 +42,6 @@ void load_kernel(Kernel kernel, int shared_bytes) {
   }
 }
 
-// The largest launch that a rank of a world on one GPU needs, which all get: ranks with other outputs have other plans.
-struct LargestLaunch {
-  int blocks = 0, threads = 0, bytes = 0;  // blocks: of a rank
-
-  template <class Args>
-  static LargestLaunch of(const Args* host_args, int num_ranks) {
-    LargestLaunch largest;
-    for (int r = 0; r < num_ranks; r++) {
-      largest.blocks = std::max(largest.blocks, host_args[r].plan.blocks);
-      largest.threads = std::max(largest.threads, host_args[r].plan.threads());
-      largest.bytes = std::max(largest.bytes, host_args[r].geometry.bytes);
-    }
-    return largest;
-  }
-};
-
 // Builds with NCCL_EP_LAB: a plan from the environment, for measuring variants.
 // Low latency: "blocks,warps,sender_blocks,sender_warps,receiver_block0,receiver_warp0,receiver_warps,steps,groups". Of
 // eight numbers the last is both steps, which combine has no use for, and groups.

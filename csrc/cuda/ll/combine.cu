@@ -44,18 +44,4 @@ void launch(const KernelArgs<LlCombineWeightsParams>& args, void* stream) {
   return args.peers.can_be_masked ? launch_masking(args, stream) : launch_one(args, stream);
 }
 
-template <>
-void launch_world(const KernelArgs<LlCombineParams>* host_args, const KernelArgs<LlCombineParams>* args, int num_ranks,
-                  void* stream) {
-  if (host_args->peers.can_be_masked) return launch_masking_world(host_args, args, num_ranks, stream);
-  launch_all(host_args, args, num_ranks, stream);
-}
-
-template <>
-void launch_world(const KernelArgs<LlCombineWeightsParams>* host_args, const KernelArgs<LlCombineWeightsParams>* args,
-                  int num_ranks, void* stream) {
-  if (host_args->peers.can_be_masked) return launch_masking_world(host_args, args, num_ranks, stream);
-  launch_all(host_args, args, num_ranks, stream);
-}
-
 }  // namespace ep

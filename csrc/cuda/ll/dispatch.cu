@@ -26,11 +26,4 @@ void launch(const KernelArgs<LlDispatchParams>& args, void* stream) {
   return args.peers.can_be_masked ? launch_masking(args, stream) : launch_one(args, stream);
 }
 
-template <>
-void launch_world(const KernelArgs<LlDispatchParams>* host_args, const KernelArgs<LlDispatchParams>* args,
-                  int num_ranks, void* stream) {
-  if (host_args->peers.can_be_masked) return launch_masking_world(host_args, args, num_ranks, stream);
-  launch_all(host_args, args, num_ranks, stream);
-}
-
 }  // namespace ep

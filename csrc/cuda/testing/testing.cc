@@ -61,6 +61,10 @@ uint32_t bugs_named(const std::vector<std::string>& names) {
 
 void set_gpu_testing(int device, const GpuTesting& testing) {
   DeviceGuard guard(device);
+  set_on_current_gpu(testing);
+}
+
+void set_on_current_gpu(const GpuTesting& testing) {
   for (GpuTestingSetter set : setters()) set(testing);
 }
 

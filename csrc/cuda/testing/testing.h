@@ -23,6 +23,7 @@ struct GpuTesting {
 // The GPU must be idle. Throws kInvalidArgument for a name that is none: bugs are called as in base/testing.h,
 // "one_bank" and so on.
 void set_gpu_testing(int device, const GpuTesting& testing);
+void set_on_current_gpu(const GpuTesting& testing);
 uint32_t bugs_named(const std::vector<std::string>& names);
 
 // Every file of kernels has a copy of the state, and tells this list how it is set.

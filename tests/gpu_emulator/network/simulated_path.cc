@@ -1,7 +1,7 @@
 // The simulated network as the host sees it.
 #include "simulated_path.h"
 
-#include "cuda/host/one_gpu/path.h"
+#include "cuda/host/one_gpu_world.h"
 #include "nic.h"
 #include "transport/collective_step.h"
 
@@ -45,7 +45,7 @@ class SimulatedPath : public NetworkPath {
 void require_network(Bootstrap&, NcclComm&, bool) {}
 
 std::unique_ptr<NetworkPath> make_network_path(Bootstrap& bootstrap, const NetworkConfig& config) {
-  if (config.world != nullptr) return make_one_gpu_path(bootstrap, config);
+  if (config.world != nullptr) return config.world->make_network_path(bootstrap, config);
   if (config.masks_ranks) {
     load_masking_simulated_dispatch();
     load_masking_simulated_combine();

@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "base/check.h"
-#include "cuda/host/one_gpu/path.h"
+#include "cuda/host/one_gpu_world.h"
 #include "cuda/testing/stamps.h"
 #include "transport/nccl/gin/comm.h"
 #include "transport/nccl/window.h"
@@ -67,7 +67,7 @@ void require_network(Bootstrap& bootstrap, NcclComm& comm, bool masks_ranks) {
 }
 
 std::unique_ptr<NetworkPath> make_network_path(Bootstrap& bootstrap, const NetworkConfig& config) {
-  if (config.world != nullptr) return make_one_gpu_path(bootstrap, config);
+  if (config.world != nullptr) return config.world->make_network_path(bootstrap, config);
   auto path = std::make_unique<GinPath>(bootstrap, config);
   add_time_lines();
   return path;

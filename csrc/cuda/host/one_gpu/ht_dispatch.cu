@@ -1,70 +1,34 @@
-#define EP_NETWORK ::ep::OneGpuNetwork
-#define EP_NETWORK_HEADER "cuda/network/one_gpu_nic.cuh"
+#include "cuda/host/one_gpu/largest_launch.h"
 #include "cuda/host/one_gpu/launches.h"
-#include "cuda/host/one_gpu_world.h"
-#include "cuda/ht/links/dispatch_launch.cuh"
+#include "cuda/ht/dispatch.cuh"
+#include "cuda/launch/launch_util.h"
 
 namespace ep {
 namespace ht {
 namespace {
 
-__global__ void __launch_bounds__(kRailRouteThreads, 1)
-    route_by_rail_world(const HtArgs<HtRouteParams>* all, int num_ranks, int blocks) {
-  EP_DYNAMIC_SHARED(char, shared);
-  run_in_one_gpu(all, num_ranks, blocks, [&](const HtArgs<HtRouteParams>& args, int block) {
-    if (has_expert_rows(args.params.output.layout)) {  // ranks may have different layouts
-      ht_route<true>(args, {block, blocks}, shared);
-    } else {
-      ht_route<false>(args, {block, blocks}, shared);
-    }
-  });
-}
-
 template <bool kQuant>
-__global__ void __launch_bounds__(kRailSendThreads, 1)
-    dispatch_by_rail_world(const HtArgs<HtDispatchParams>* all, int num_ranks, int blocks) {
+__global__ void __launch_bounds__(896, 1) dispatch_send_world(const KernelArgs<HtDispatchParams>* all, int blocks) {
   EP_DYNAMIC_SHARED(char, shared);
-  run_in_one_gpu(all, num_ranks, blocks, [&](const HtArgs<HtDispatchParams>& args, int block) {
-    ht_send<kQuant, true>(args, {block, blocks}, shared);
-  });
+  ht_send<kQuant, true>(all[blockIdx.x / blocks], BlockPosition::in_world(blocks), shared);
 }
 
-template <class Params, class Kernel>
-void launch_all(Kernel kernel, const void* host_args, const void* args, int num_ranks, void* stream) {
-  const auto [blocks, threads, bytes] = LargestLaunch::of(static_cast<const HtArgs<Params>*>(host_args), num_ranks);
-  launch_kernel(kernel, num_ranks * blocks + 1, threads, bytes, false, stream, static_cast<const HtArgs<Params>*>(args),
-                num_ranks, blocks);
-}
-
-void launch_route(const void* host_args, const void* args, int num_ranks, void* stream) {
-  launch_all<HtRouteParams>(&route_by_rail_world, host_args, args, num_ranks, stream);
-}
-
-void launch_dispatch(const void* host_args, const void* args, int num_ranks, void* stream) {
-  const bool converts = static_cast<const HtArgs<HtDispatchParams>*>(host_args)->params.options.quant != Quant::kNone;
-  launch_all<HtDispatchParams>(converts ? &dispatch_by_rail_world<true> : &dispatch_by_rail_world<false>, host_args,
-                               args, num_ranks, stream);
-}
+[[maybe_unused]] const bool has_stamps = add_stamps_reader("ht_dispatch", &read_stamps);
 
 }  // namespace
 }  // namespace ht
 
-void load_one_gpu_ht_dispatch() {
-  load_kernel(&ht::route_by_rail_world, kMaxSharedBytes);
-  load_kernel(&ht::dispatch_by_rail_world<false>, kMaxSharedBytes);
-  load_kernel(&ht::dispatch_by_rail_world<true>, kMaxSharedBytes);
+void load_world_ht_dispatch() {
+  load_kernel(&ht::dispatch_send_world<false>, kMaxSharedBytes);
+  load_kernel(&ht::dispatch_send_world<true>, kMaxSharedBytes);
 }
 
-void run_on_one_gpu(OneGpuWorld& world, const KernelArgs<HtRouteParams>& args, const HtRail& rail,
-                    const OneGpuNetworkArgs& network, void* stream) {
-  const HtArgs<HtRouteParams> own{args, rail, network};
-  world.run(args.peers.rank, {"the routing of a dispatch", &ht::launch_route, sizeof own, stream}, &own);
-}
-
-void run_on_one_gpu(OneGpuWorld& world, const KernelArgs<HtDispatchParams>& args, const HtRail& rail,
-                    const OneGpuNetworkArgs& network, void* stream) {
-  const HtArgs<HtDispatchParams> own{args, rail, network};
-  world.run(args.peers.rank, {"a dispatch of high throughput", &ht::launch_dispatch, sizeof own, stream}, &own);
+void launch_world(const KernelArgs<HtDispatchParams>* host_args, const KernelArgs<HtDispatchParams>* args,
+                  int num_ranks, void* stream) {
+  const auto [blocks, threads, bytes] = LargestLaunch::of(host_args, num_ranks);
+  const auto kernel = host_args->params.options.quant != Quant::kNone ? &ht::dispatch_send_world<true>
+                                                                      : &ht::dispatch_send_world<false>;
+  launch_kernel(kernel, blocks * num_ranks, threads, bytes, false, stream, args, blocks);
 }
 
 }  // namespace ep

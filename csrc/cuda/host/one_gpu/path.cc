@@ -1,5 +1,4 @@
-#include "cuda/host/one_gpu/path.h"
-
+// Between the domains that ranks on one GPU claim: a NIC block in each launch.
 #include <cuda_runtime_api.h>
 
 #include <memory>
@@ -7,17 +6,12 @@
 #include <vector>
 
 #include "base/check.h"
-#include "cuda/host/one_gpu_world.h"
+#include "cuda/host/one_gpu/launches.h"
+#include "cuda/host/one_gpu/world.h"
 #include "transport/collective_step.h"
 #include "transport/device/check_cuda.h"
 
-#if defined(EP_LAB)
-#include "cuda/host/one_gpu/launches.h"
-#endif
-
 namespace ep {
-
-#if defined(EP_LAB)
 
 namespace {
 
@@ -81,7 +75,7 @@ class Nic {
 
 class OneGpuPath : public NetworkPath {
  public:
-  OneGpuPath(std::shared_ptr<OneGpuWorld> world, std::shared_ptr<Nic> nic, int rank)
+  OneGpuPath(std::shared_ptr<World> world, std::shared_ptr<Nic> nic, int rank)
       : world_(std::move(world)), nic_(std::move(nic)), rank_(rank) {}
 
   void launch(const KernelArgs<LlDispatchParams>& args, const LlRail& rail, void* stream) override {
@@ -106,33 +100,24 @@ class OneGpuPath : public NetworkPath {
   WireBytes wire_bytes() const override { return nic_->wire_bytes(rank_); }
 
  private:
-  std::shared_ptr<OneGpuWorld> world_;
+  std::shared_ptr<World> world_;
   std::shared_ptr<Nic> nic_;
   const int rank_;
 };
 
 }  // namespace
 
-std::unique_ptr<NetworkPath> make_one_gpu_path(Bootstrap& bootstrap, const NetworkConfig& config) {
+std::unique_ptr<NetworkPath> World::make_network_path(Bootstrap& bootstrap, const NetworkConfig& config) {
   on_all_ranks(bootstrap, [&] {
     EP_CHECK(!config.masks_ranks, "late ranks cannot be masked in ", config.topology.num_domains(),
              " domains that ranks on one GPU claim: make the buffer without masks (enable_shrink)");
-    load_one_gpu_dispatch();
-    load_one_gpu_combine();
-    load_one_gpu_ht_dispatch();
-    load_one_gpu_ht_combine();
+    load_crossing_dispatch();
+    load_crossing_combine();
+    load_crossing_ht_dispatch();
+    load_crossing_ht_combine();
   });
   auto nic = made_by_rank_0<Nic>(bootstrap, [&] { return std::make_shared<Nic>(config); });
-  return std::make_unique<OneGpuPath>(config.world, std::move(nic), bootstrap.rank());
+  return std::make_unique<OneGpuPath>(std::static_pointer_cast<World>(config.world), std::move(nic), bootstrap.rank());
 }
-
-#else
-
-std::unique_ptr<NetworkPath> make_one_gpu_path(Bootstrap&, const NetworkConfig& config) {
-  raise(ErrorKind::kInvalidArgument, "all ranks are on one GPU, which is one domain, not ",
-        config.topology.num_domains());
-}
-
-#endif
 
 }  // namespace ep

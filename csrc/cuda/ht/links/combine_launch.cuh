@@ -1,9 +1,9 @@
 // The kernels of high-throughput combine that cross domains, over the network EP_NETWORK (kernel_set.cuh).
 #pragma once
 
+#include "cuda/device/with_types.h"
 #include "cuda/ht/combine.cuh"
 #include "cuda/launch/launch_util.h"
-#include "cuda/launch/with_types.h"
 
 namespace ep {
 

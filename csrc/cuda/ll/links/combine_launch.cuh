@@ -1,8 +1,8 @@
 // The kernels of low-latency combine that cross domains, over the network EP_NETWORK (kernel_set.cuh).
 #pragma once
 
+#include "cuda/device/with_types.h"
 #include "cuda/launch/launch_util.h"
-#include "cuda/launch/with_types.h"
 #include "cuda/ll/combine.cuh"
 #include "cuda/ll/links/combine.cuh"
 #include "cuda/ll/links/scalars.cuh"

@@ -6,19 +6,12 @@
 #include <cstring>
 #include <filesystem>
 
+#include "base/beside.h"
 #include "transport/nccl/api.h"
 #include "transport/nccl/version.h"
 
 namespace ep {
 namespace {
-
-std::filesystem::path own_folder() {
-  Dl_info info{};
-  if (dladdr(reinterpret_cast<void*>(&gin_library), &info) == 0 || info.dli_fname == nullptr) return {};
-  std::error_code error;
-  const auto file = std::filesystem::weakly_canonical(info.dli_fname, error);
-  return error ? std::filesystem::path(info.dli_fname).parent_path() : file.parent_path();
-}
 
 const GinTable* load_table() {
   const std::vector<int> compiled = gin_releases();
@@ -26,13 +19,12 @@ const GinTable* load_table() {
   if (release == 0) {
     raise(ErrorKind::kSystem, gin_version_problem(nccl().version, compiled), " (loaded: ", nccl().path, ")");
   }
-  const auto file = own_folder() / concat("libnccl_ep_gin_", nccl_version_name(release), ".so");
-  void* const library = dlopen(file.c_str(), RTLD_NOW | RTLD_LOCAL);
-  if (library == nullptr) raise(ErrorKind::kSystem, "the kernels for several NVLink domains do not load: ", dlerror());
-  const auto function = reinterpret_cast<GinTableFunction>(dlsym(library, kGinSymbol));
+  const std::string file = concat("libnccl_ep_gin_", nccl_version_name(release), ".so");
+  const auto function =
+      reinterpret_cast<GinTableFunction>(function_beside(file, kGinSymbol, "the kernels for several NVLink domains"));
   const GinTable* const table = function == nullptr ? nullptr : function();
   if (table == nullptr || table->bytes != sizeof(GinTable) || std::strcmp(table->build, EP_VERSION) != 0) {
-    raise(ErrorKind::kSystem, file.string(), " is of another build of nccl_ep than this library (", EP_VERSION,
+    raise(ErrorKind::kSystem, file, " is of another build of nccl_ep than this library (", EP_VERSION,
           "): build and install both together");
   }
   return table;

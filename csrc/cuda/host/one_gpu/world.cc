@@ -1,10 +1,11 @@
-#include "cuda/host/one_gpu_world.h"
+#include "cuda/host/one_gpu/world.h"
 
 #include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <type_traits>
 
+#include "cuda/host/one_gpu/launches.h"
 #include "transport/collective_step.h"
 #include "transport/device/device_guard.h"
 
@@ -27,20 +28,35 @@ const char* call_name(const HtDispatchParams&) { return "a dispatch of high thro
 const char* call_name(const HtCombineParams&) { return "a combine of high throughput"; }
 
 template <class Params>
-void launch_typed(const void* host_args, const void* args, int num_ranks, void* stream) {
-  launch_world<Params>(static_cast<const KernelArgs<Params>*>(host_args), static_cast<const KernelArgs<Params>*>(args),
-                       num_ranks, stream);
+void run_typed(World& world, int rank, const KernelArgs<Params>& args, void* stream) {
+  static_assert(std::is_trivially_copyable_v<KernelArgs<Params>>);
+  const World::Launch launch = [](const void* host_args, const void* all, int num_ranks, void* on) {
+    launch_world(static_cast<const KernelArgs<Params>*>(host_args), static_cast<const KernelArgs<Params>*>(all),
+                 num_ranks, on);
+  };
+  world.run(rank, {call_name(args.params), launch, sizeof args, stream}, &args);
 }
 
 }  // namespace
 
-std::shared_ptr<OneGpuWorld> OneGpuWorld::join(Bootstrap& bootstrap, uint64_t window_bytes, double timeout_seconds) {
-  return made_by_rank_0<OneGpuWorld>(bootstrap, [&] {
-    return std::shared_ptr<OneGpuWorld>(new OneGpuWorld(bootstrap.num_ranks(), window_bytes, timeout_seconds));
+std::shared_ptr<OneGpuWorld> World::join(Bootstrap& bootstrap, uint64_t window_bytes, double timeout_seconds,
+                                         bool masks_ranks) {
+  on_all_ranks(bootstrap, [&] {
+    load_world_dispatch();
+    load_world_combine();
+    load_world_ht_route();
+    load_world_ht_dispatch();
+    load_world_ht_combine();
+    if (!masks_ranks) return;
+    load_world_masking_dispatch();
+    load_world_masking_combine();
+  });
+  return made_by_rank_0<World>(bootstrap, [&] {
+    return std::shared_ptr<World>(new World(bootstrap.num_ranks(), window_bytes, timeout_seconds));
   });
 }
 
-OneGpuWorld::OneGpuWorld(int num_ranks, uint64_t window_bytes, double timeout_seconds)
+World::World(int num_ranks, uint64_t window_bytes, double timeout_seconds)
     : num_ranks_(num_ranks),
       stride_(align_up(window_bytes, kWindowAlignment)),
       timeout_seconds_(timeout_seconds),
@@ -56,9 +72,9 @@ OneGpuWorld::OneGpuWorld(int num_ranks, uint64_t window_bytes, double timeout_se
   }
 }
 
-OneGpuWorld::~OneGpuWorld() { free_memory(); }
+World::~World() { free_memory(); }
 
-void OneGpuWorld::free_memory() {
+void World::free_memory() {
   for (auto* slots : {&slots_, &captured_}) {
     for (const Slot& slot : *slots) {
       cudaFreeHost(slot.host);
@@ -69,7 +85,7 @@ void OneGpuWorld::free_memory() {
   cudaFree(windows_);
 }
 
-OneGpuWorld::Slot OneGpuWorld::make_slot() {
+World::Slot World::make_slot() {
   Slot slot;
   EP_CUDA(cudaHostAlloc(&slot.host, num_ranks_ * kMaxArgBytes, cudaHostAllocDefault));
   EP_CUDA(cudaMalloc(&slot.device, num_ranks_ * kMaxArgBytes));
@@ -77,27 +93,31 @@ OneGpuWorld::Slot OneGpuWorld::make_slot() {
   return slot;
 }
 
-OneGpuWorld::Slot& OneGpuWorld::free_slot() {
+World::Slot& World::free_slot() {
   Slot& slot = slots_[num_launches_ % kNumSlots];
   if (slot.was_used) EP_CUDA(cudaEventSynchronize(slot.done));
   slot.was_used = true;
   return slot;
 }
 
-template <class Params>
-void OneGpuWorld::run(int rank, const KernelArgs<Params>& args, void* stream) {
-  static_assert(std::is_trivially_copyable_v<KernelArgs<Params>>);
-  run(rank, {call_name(args.params), launch_typed<Params>, sizeof args, stream}, &args);
+void World::run(int rank, const KernelArgs<LlDispatchParams>& args, void* stream) {
+  run_typed(*this, rank, args, stream);
+}
+void World::run(int rank, const KernelArgs<LlCombineParams>& args, void* stream) {
+  run_typed(*this, rank, args, stream);
+}
+void World::run(int rank, const KernelArgs<LlCombineWeightsParams>& args, void* stream) {
+  run_typed(*this, rank, args, stream);
+}
+void World::run(int rank, const KernelArgs<HtRouteParams>& args, void* stream) { run_typed(*this, rank, args, stream); }
+void World::run(int rank, const KernelArgs<HtDispatchParams>& args, void* stream) {
+  run_typed(*this, rank, args, stream);
+}
+void World::run(int rank, const KernelArgs<HtCombineParams>& args, void* stream) {
+  run_typed(*this, rank, args, stream);
 }
 
-template void OneGpuWorld::run(int, const KernelArgs<LlDispatchParams>&, void*);
-template void OneGpuWorld::run(int, const KernelArgs<LlCombineParams>&, void*);
-template void OneGpuWorld::run(int, const KernelArgs<LlCombineWeightsParams>&, void*);
-template void OneGpuWorld::run(int, const KernelArgs<HtRouteParams>&, void*);
-template void OneGpuWorld::run(int, const KernelArgs<HtDispatchParams>&, void*);
-template void OneGpuWorld::run(int, const KernelArgs<HtCombineParams>&, void*);
-
-void OneGpuWorld::run(int rank, const Call& op, const void* args) {
+void World::run(int rank, const Call& op, const void* args) {
   EP_CHECK(op.bytes <= kMaxArgBytes, op.name, " has ", op.bytes, " bytes of arguments, of ", kMaxArgBytes);
   std::unique_lock lock(mutex_);
   if (broken_) raise(broken_->kind, broken_->text);
@@ -131,7 +151,7 @@ void OneGpuWorld::run(int rank, const Call& op, const void* args) {
   if (launch_problem_) raise(launch_problem_->kind, launch_problem_->text);
 }
 
-void OneGpuWorld::check_call(int rank, const Call& op) {
+void World::check_call(int rank, const Call& op) {
   if (num_arrived_ == 0) {
     call_ = op;
     return;
@@ -147,7 +167,7 @@ void OneGpuWorld::check_call(int rank, const Call& op) {
   }
 }
 
-void OneGpuWorld::launch_all() {
+void World::launch_all() {
   DeviceGuard guard(device_);
   auto stream = static_cast<cudaStream_t>(call_.stream);
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
@@ -161,24 +181,24 @@ void OneGpuWorld::launch_all() {
   if (!is_captured) EP_CUDA(cudaEventRecord(slot.done, stream));
 }
 
-void OneGpuWorld::set_timeout(double seconds) {
+void World::set_timeout(double seconds) {
   std::lock_guard lock(mutex_);
   timeout_seconds_ = seconds;
 }
 
-void OneGpuWorld::abort(int rank) {
+void World::abort(int rank) {
   std::lock_guard lock(mutex_);
   if (!broken_) broken_ = Problem{ErrorKind::kInvalidUsage, concat("rank ", rank, " has left the world on one GPU")};
   launched_.notify_all();
 }
 
-void OneGpuWorld::break_up(ErrorKind kind, const std::string& text) {
+void World::break_up(ErrorKind kind, const std::string& text) {
   broken_ = Problem{kind, text};
   launched_.notify_all();
   raise(kind, text);
 }
 
-std::string OneGpuWorld::missing_ranks() const {
+std::string World::missing_ranks() const {
   std::string text;
   for (int rank = 0; rank < num_ranks_; rank++) {
     if (!has_arrived_[rank]) text += concat(text.empty() ? "rank " : ", rank ", rank);

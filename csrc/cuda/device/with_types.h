@@ -3,7 +3,6 @@
 
 #include "base/check.h"
 #include "layout/common/dtype.h"
-#include "runtime/ll/params.h"
 
 namespace ep {
 
@@ -42,14 +41,6 @@ void with_types(DType in, DType wire, DType out, Body body) {
     body(types);
   });
   EP_CHECK(is_known, "no kernel adds up ", name_of(in), " rows to ", name_of(out), " over ", name_of(wire));
-}
-
-// Of a world on one GPU, whose ranks share a launch: the parameters of rank 0, and of `rank`.
-inline void check_same_kernel(const LlCombineParams& first, const LlCombineParams& other, int rank) {
-  EP_CHECK((other.options.weighting == Weighting::kHome) == (first.options.weighting == Weighting::kHome),
-           "of ranks 0 and ", rank, " one gives its weights at combine: in a world on one GPU all must, or none");
-  EP_CHECK(other.sends_unweighted == first.sends_unweighted, "of ranks 0 and ", rank,
-           " one splits its combine: in a world on one GPU all must, or none");
 }
 
 }  // namespace ep

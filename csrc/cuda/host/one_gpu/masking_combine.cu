@@ -1,0 +1,18 @@
+#define EP_MASKS_RANKS 1
+#include "cuda/host/one_gpu/combine_world.cuh"
+
+namespace ep {
+
+void load_world_masking_combine() { load_all(); }
+
+void launch_masking_world(const KernelArgs<LlCombineParams>* host_args, const KernelArgs<LlCombineParams>* args,
+                          int num_ranks, void* stream) {
+  launch_all(host_args, args, num_ranks, stream);
+}
+
+void launch_masking_world(const KernelArgs<LlCombineWeightsParams>* host_args,
+                          const KernelArgs<LlCombineWeightsParams>* args, int num_ranks, void* stream) {
+  launch_all(host_args, args, num_ranks, stream);
+}
+
+}  // namespace ep
