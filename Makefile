@@ -8,7 +8,7 @@
 # make fuzz     ten minutes of random cases and arguments; FUZZ_SECONDS=60 FUZZ_SEED=7 choose
 # make emulated the kernels of CUDA against the oracle, on an emulated GPU
 # make newest   the quick tests that torch matters to, with the newest torch of PyPI, in .venv-newest
-# make frameworks  tests with Megatron-core and transformers themselves, in .venv-frameworks
+# make frameworks  tests with Megatron-core, transformers and libraries of formats themselves, in .venv-frameworks
 # make gpu      build, test and measure on a machine with GPUs and no network, with the packages it has
 # make clean    remove what was built, keep .venv
 #
@@ -158,7 +158,7 @@ newest: .venv/ready .venv-newest/ready
 	touch $@
 
 frameworks: extension .venv-frameworks/ready
-	.venv-frameworks/bin/python -m pytest tests/frameworks
+	.venv-frameworks/bin/python -m pytest tests/frameworks tests/api/test_formats.py
 
 # Several domains over NCCL's own network between the GPUs of this machine, without a NIC. NCCL: folders with include/ and
 # lib/libnccl.so.2, as nvidia/nccl of a wheel, separated by ":".
