@@ -4,6 +4,10 @@ Every function takes the tensors of all ranks and returns those of all ranks, so
 a transport. Low latency and high throughput must both give these bits. It is written from the semantics alone
 and shares no code with the library it judges.
 
+Its bits are its own: it adds one row after the other, element by element, and asks torch for no sum, whose order
+depends on the sizes. It names every dtype. A compiler may leave out a rounding or fuse a product, so the oracle is
+never compiled: torch.compile runs it as it is, and refuses it with fullgraph=True.
+
 Notation: R ranks, E experts, L = E / R experts a rank, T tokens of a rank, M = max_tokens, K choices a token,
 H elements a row, S scales a row.
 """

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .uncompiled import uncompiled
+
 QUANT_MODES = ("fp8", "fp8_rounded", "fp8_ue8m0")
 
 FP8_MAX = 448.0
@@ -27,6 +29,7 @@ def align_up(value: int, alignment: int) -> int:
 # --- FP8
 
 
+@uncompiled
 def quantize_fp8(x: Tensor, mode: str) -> tuple[Tensor, Tensor]:
     """Rows [T, H] of a float dtype as E4M3, in groups of 128 elements of which the last may be shorter.
 
@@ -40,21 +43,21 @@ def quantize_fp8(x: Tensor, mode: str) -> tuple[Tensor, Tensor]:
     if hidden == 0 or hidden % 16:
         raise ValueError(f"rows of {hidden} elements cannot be quantised: not a multiple of 16")
     groups = -(-hidden // FP8_GROUP)
-    padded = torch.zeros(tokens, groups * FP8_GROUP)
+    padded = torch.zeros(tokens, groups * FP8_GROUP, dtype=torch.float32)
     padded[:, :hidden] = x.to(torch.float32)
     grouped = padded.view(tokens, groups, FP8_GROUP)
     magnitude = torch.where(torch.isnan(grouped), 0.0, grouped.abs())
     amax = magnitude.amax(-1).clamp(min=FP8_MIN_AMAX)
-    plain_scale = amax * torch.tensor(1.0 / FP8_MAX)
+    plain_scale = amax * torch.tensor(1.0 / FP8_MAX, dtype=torch.float32)
 
     exponent = torch.zeros_like(amax, dtype=torch.int32)
     if mode == "fp8":
-        factor, scale = torch.tensor(FP8_MAX) / amax, plain_scale
+        factor, scale = torch.tensor(FP8_MAX, dtype=torch.float32) / amax, plain_scale
     else:
         # From its bits the power is exact, and so is its reciprocal, denormal for the largest.
         exponent = _ceil_log2(plain_scale)
         scale = ((exponent + 127) << 23).view(torch.float32)
-        factor = torch.tensor(1.0) / scale
+        factor = torch.tensor(1.0, dtype=torch.float32) / scale
 
     # Out of range, the cast alone would give NaN; clamp saturates and lets NaN through.
     scaled = (grouped * factor.unsqueeze(-1)).clamp(-FP8_MAX, FP8_MAX)
@@ -110,7 +113,7 @@ def _logarithm(values: Tensor) -> Tensor:
 def _rounded_logfmt(values: Tensor) -> Tensor:
     tokens, hidden = values.shape
     blocks = -(-hidden // FP8_GROUP)
-    padded = torch.zeros(tokens, blocks * FP8_GROUP)
+    padded = torch.zeros(tokens, blocks * FP8_GROUP, dtype=torch.float32)
     padded[:, :hidden] = values
     block = padded.view(tokens, blocks, FP8_GROUP)
     is_finite = block.isfinite().all(-1, keepdim=True)
@@ -131,6 +134,7 @@ def _rounded_logfmt(values: Tensor) -> Tensor:
 WIRE_FORMATS = ("fp8", "logfmt")
 
 
+@uncompiled
 def rounded_to_wire(values: Tensor, wire: torch.dtype | str) -> Tensor:
     """fp32 sums [T, H] as they arrive: rounded to a dtype, or to "fp8" or "logfmt" (docs/semantics.md)."""
     if isinstance(wire, torch.dtype):

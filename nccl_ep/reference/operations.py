@@ -15,6 +15,7 @@ from .formats import (
     rounded_to_wire,
 )
 from .places import Placement, local_ids, place_by_expert, place_by_rank, reached_by, routing_of, stack
+from .uncompiled import uncompiled
 
 EXPERT_LAYOUTS = ("expert_major", "packed")
 RANK_LAYOUTS = ("rank_major", "flat")
@@ -98,6 +99,7 @@ def _check_world(inputs: Sequence[RankInput], num_experts: int) -> int:
     return num_experts // len(inputs)
 
 
+@uncompiled
 def wire_rows(inputs: list[RankInput], *, num_experts: int) -> Tensor:
     """Rows that cross from source to destination at dispatch, one a token and destination.
 
@@ -133,6 +135,7 @@ def _move_rows(
     return moved.view(dtype)
 
 
+@uncompiled
 def dispatch(
     inputs: list[RankInput],
     *,
@@ -189,7 +192,8 @@ def dispatch(
 
 def _dispatch_weights(inputs: Sequence[RankInput], max_tokens: int) -> Tensor:
     """The weights of the dispatch, fp32 [R, M, K]."""
-    given = [torch.ones(i.topk_idx.shape) if i.topk_weights is None else i.topk_weights for i in inputs]
+    ones = [torch.ones(entry.topk_idx.shape, dtype=torch.float32) for entry in inputs]
+    given = [one if entry.topk_weights is None else entry.topk_weights for one, entry in zip(ones, inputs, strict=True)]
     return stack(given, max_tokens, 0.0)
 
 
@@ -220,12 +224,12 @@ def _received(
 
     topk_idx = None
     if layout in EXPERT_LAYOUTS:
-        row_weights = torch.zeros(rows)
+        row_weights = torch.zeros(rows, dtype=torch.float32)
         row_weights[put] = weights.reshape(-1)[picks]
         row_weights = row_weights.view(shape)
     else:
         topk_idx = torch.full((rows, topk), -1, dtype=idx_dtype)
-        row_weights = torch.zeros(rows, topk)
+        row_weights = torch.zeros(rows, topk, dtype=torch.float32)
         choice = picks % topk
         topk_idx[put, choice] = local.reshape(-1)[picks].to(idx_dtype)
         row_weights[put, choice] = weights.reshape(-1)[picks]
@@ -255,7 +259,7 @@ class _Sum:
     """fp32 sums of rows that start from their first term instead of from 0, which would lose a -0."""
 
     def __init__(self, rows: int, hidden: int) -> None:
-        self.value = torch.zeros(rows, hidden)
+        self.value = torch.zeros(rows, hidden, dtype=torch.float32)
         self.started = torch.zeros(rows, dtype=torch.bool)
 
     def add(self, where: Tensor, terms: Tensor) -> None:
@@ -281,6 +285,7 @@ def _partial(rows: Tensor, row_of: Tensor, weights: Tensor | None, rank_layout: 
     return partial.value
 
 
+@uncompiled
 def combine(
     rows: list[Tensor],
     results: list[DispatchResult],
@@ -378,6 +383,7 @@ def _check_combine(
         raise ValueError(f"domains of {domain_size} do not divide {num_ranks} ranks")
 
 
+@uncompiled
 def combine_weights(
     values: list[Tensor],
     results: list[DispatchResult],
@@ -395,7 +401,7 @@ def combine_weights(
     if layout not in LAYOUTS:
         raise ValueError(f"unknown layout {layout!r}")
     num_ranks, max_tokens, topk = results[0].row_of.shape
-    home = torch.zeros(num_ranks, max_tokens, topk)
+    home = torch.zeros(num_ranks, max_tokens, topk, dtype=torch.float32)
     for result, value in zip(results, values, strict=True):
         sent = result.row_of >= 0
         row = result.row_of[sent]
