@@ -1,4 +1,4 @@
-"""The extension, csrc/torch/binding/module.cc. Loading it registers ``torch.ops.nccl_ep``."""
+"""The extension, csrc/torch/module.cc. Loading it registers ``torch.ops.nccl_ep``."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
@@ -12,7 +12,7 @@ EMULATES_GPU: bool  # its "cpu" runs the kernels of CUDA: tests/gpu_emulator
 def has_cuda() -> bool: ...
 def nccl_info() -> dict[str, str]: ...
 
-# The op without torch's parser of arguments (csrc/torch/binding/fast_call.h); `usual` is torch's way of calling it.
+# The op without torch's parser of arguments (csrc/torch/ops/fast_call.h); `usual` is torch's way of calling it.
 # packed_results: small results share an allocation.
 def fast_op(name: str, usual: Callable[..., Any], packed_results: bool = False) -> Callable[..., Any]: ...
 def op_names() -> list[str]: ...
@@ -20,22 +20,17 @@ def op_names() -> list[str]: ...
 # Whether the others are None, or plain tensors (no subclass, strided) on the device of the first.
 def on_same_device(first: torch.Tensor, /, *others: object) -> bool: ...
 
-# (T, K) of x [T, H] and topk_idx [.., K]; None: not of two dimensions each, or not all of them are beside the first.
-def sizes_on_same_device(
-    first: torch.Tensor, x: object, topk_idx: object, /, *others: object
-) -> tuple[int, int] | None: ...
-
-# Whole operations in one call (csrc/torch/binding/eager.h); None: not that plain, and nothing was done.
-def set_eager_types(handle: type, output: type, overlap: type, event: type) -> None: ...
-def set_default_device_mode(mode: type, /) -> None: ...
-def eager_buffer(seq: torch.Tensor, num_ranks: int, open_sends: dict[str, Any], raises_overflow: bool) -> object: ...
-def remember_dispatch(eager: object, key: tuple[Any, ...], config: object) -> None: ...
-def dispatch_eager(
-    buffer: object,
+# Operations, each in one call (csrc/torch/call, csrc/torch/deep_ep). What is wrong with an argument is raised.
+def set_types(
+    handle: type, output: type, layout: type, overlap: type, event: type, default_device_mode: type
+) -> None: ...
+def call_buffer(seq: torch.Tensor, num_ranks: int, open_sends: dict[str, Any], raises_overflow: bool) -> object: ...
+def dispatch(
     x: object,
     topk_idx: object,
     topk_weights: object,
     scales: object,
+    buffer: object,
     num_experts: object,
     mode: object,
     layout: object,
@@ -47,7 +42,7 @@ def dispatch_eager(
     num_sms: object,
     /,
 ) -> Any: ...
-def combine_eager(
+def combine(
     rows: object,
     handle: object,
     weights: object,
@@ -59,7 +54,9 @@ def combine_eager(
     num_sms: object,
     /,
 ) -> Any: ...
-def low_latency_dispatch_eager(
+
+# The received rows (with scales a pair), counts, handle, event, and what receives them (None: they are there).
+def low_latency_dispatch(
     view: object,
     x: object,
     topk_idx: object,
@@ -72,9 +69,12 @@ def low_latency_dispatch_eager(
     use_ue8m0: object,
     async_finish: object,
     return_recv_hook: object,
+    x_scales: object,
     /,
 ) -> Any: ...
-def low_latency_combine_eager(
+
+# The result, event, and what receives it.
+def low_latency_combine(
     view: object,
     x: object,
     topk_idx: object,
@@ -86,12 +86,20 @@ def low_latency_combine_eager(
     return_recv_hook: object,
     out: object,
     wait_cost: object,
+    row_signals: object,
+    rows_per_signal: object,
+    signal_threshold: object,
+    num_sms: object,
     /,
 ) -> Any: ...
-def get_dispatch_layout_eager(seq: object, topk_idx: object, num_experts: object, /) -> Any: ...
-def normal_dispatch_eager(
-    seq: object,
-    fitting: object,
+
+# DeepEP's normal mode, on the current stream. The last of the results is no event.
+def get_dispatch_layout(view: object, seq: torch.Tensor, topk_idx: object, num_experts: object, /) -> Any: ...
+
+# None: the window has grown, on all ranks, and nothing was sent.
+def normal_dispatch(
+    view: object,
+    seq: torch.Tensor,
     x: object,
     per_rank: object,
     is_token_in_rank: object,
@@ -103,14 +111,12 @@ def normal_dispatch_eager(
     num_sms: object,
     /,
 ) -> Any: ...
-def normal_dispatch_cached_eager(
-    seq: object, fitting: object, x: object, handle: object, num_sms: object, /
-) -> Any: ...
-def normal_combine_eager(
-    seq: object, fitting: object, x: object, handle: object, topk_weights: object, num_sms: object, /
+def normal_dispatch_cached(view: object, seq: torch.Tensor, x: object, handle: object, num_sms: object, /) -> Any: ...
+def normal_combine(
+    view: object, seq: torch.Tensor, x: object, handle: object, topk_weights: object, biases: object, num_sms: object, /
 ) -> Any: ...
 
-class StreamEvent:  # csrc/torch/binding/stream_event.cc
+class StreamEvent:  # csrc/torch/call/stream_event.cc
     def wait(self, stream: Any = None, /) -> None: ...
     def query(self) -> bool: ...
     def synchronize(self) -> None: ...
@@ -120,16 +126,10 @@ def call_on_stream(tensor: torch.Tensor, stream_id: int | None, call: Callable[[
 def run_on_stream(
     call: Callable[[], T], stream: Any, inputs: tuple[Any, ...], previous: Callable[[], object] | None, event: Any, /
 ) -> tuple[T, tuple[torch.Tensor, ...]]: ...
-
-# What its operations return may lie in the arena under capture too (csrc/torch/ops/arena_pool.h: GraphOutputsScope).
-def call_with_graph_outputs(call: Callable[[], T], /) -> T: ...
-def normal_row_bytes(hidden: int, element_bytes: int, scale_bytes: int) -> int: ...
 def time_line(kernel: str) -> list[list[int]]: ...
 
-# Rules of the library (csrc/torch/binding/policy.cc). config: what nccl_ep.config packs. Sizes may be SymInts.
+# Rules of the library (csrc/torch/policy.cc). config: what nccl_ep.config packs. Sizes may be SymInts.
 AUTO_LL_BYTES: int
-AUTO_LL_SLOTS: int
-AUTO_LL_TOKENS: int
 DEFAULT_CAPACITY: int
 
 class Option:  # a line of a table of csrc/runtime/options.h
@@ -144,6 +144,9 @@ class Option:  # a line of a table of csrc/runtime/options.h
 def float_number(value: float, /) -> int: ...
 def dispatch_options() -> tuple[Option, ...]: ...
 def combine_options() -> tuple[Option, ...]: ...
+def auto_is_ht(
+    max_tokens: int, row_bytes: int, topk: int, num_ranks: int, ll_max_tokens: int | None = None
+) -> bool: ...
 def most_auto_ll_tokens(row_bytes: int, topk: int, num_ranks: int, auto_bytes: int = ...) -> int: ...
 def default_capacity(config: Sequence[int], num_ranks: int, /) -> int: ...
 def dtype_code(dtype: torch.dtype, /) -> int: ...

@@ -112,7 +112,6 @@ class Buffer:
         self.on_overflow = on_overflow
         room = _room or Room(ll_sizes_for_bytes(self.num_ranks))
         self.max_tokens, self.ll_max_tokens = room.max_tokens, room.ll_max_tokens
-        self._configs: dict[tuple[Any, ...], Any] = {}  # what config.py has checked, by the numbers of the call
         self.device = _choose_device(device)
         self.name = name or f"buffer{next(_numbers)}.rank{self.rank}"
         self._companion: Companion | None = None
@@ -131,7 +130,7 @@ class Buffer:
         start = time.monotonic()
         self.runtime = self._make_window(self.name, room.ll, room.ht)
         self._seq = self._newest_seq = self._seqs[0]
-        self._eager = _C.eager_buffer(self._seq, self.num_ranks, self._open_sends, on_overflow == "raise")
+        self._call = _C.call_buffer(self._seq, self.num_ranks, self._open_sends, on_overflow == "raise")
         if logger.isEnabledFor(logging.INFO):
             took, window = time.monotonic() - start, self.runtime.stats()["window_bytes"]
             logger.info(
@@ -366,14 +365,25 @@ class Buffer:
         raise TypeError("a nccl_ep.Buffer cannot be pickled or copied: it is one rank's share of memory in use")
 
 
-def find_buffer(seq: torch.Tensor) -> Buffer:
-    """The buffer of a handle, whose ``seq`` it is."""
+def require_buffer(buffer: object) -> None:
+    """TypeError for what is no ``nccl_ep.Buffer``."""
+    if isinstance(buffer, Buffer):
+        return
+    if isinstance(getattr(buffer, "core", None), Buffer):
+        raise TypeError(f"buffer is {buffer!r}, must be a nccl_ep.Buffer: give its core")
+    raise TypeError(f"buffer is a {type(buffer).__name__}, must be a nccl_ep.Buffer")
+
+
+def find_buffer(seq: torch.Tensor, num_ranks: int | None = None) -> Buffer:
+    """The buffer of a handle, whose ``seq`` it is, and its ``num_ranks``."""
     found = _buffers.get(seq.shape[0])
     if found is None:
         raise UsageError(f"the handle's buffer, number {seq.shape[0]}, is gone, or lives in another process")
     buffer, name = found[0](), found[1]
     if buffer is None:
         raise UsageError(f"the handle's buffer {name} is gone")
+    if num_ranks not in (None, buffer.num_ranks):
+        raise UsageError(f"the handle is of {num_ranks} ranks, its buffer {name} of {buffer.num_ranks}")
     return buffer
 
 

@@ -90,11 +90,16 @@ def require_int32(**values: object) -> None:
             raise ValueError(f"{name} is {value}, beyond 32 bits")
 
 
-def require_within(low: int, high: int, **values: object) -> None:
+def require_within(low: int, high: int, /, **values: object) -> None:
     """TypeError for what is no integer, None included; ValueError for one out of bounds."""
     for name, value in values.items():
         if not low <= _integer(name, value) <= high:
             raise ValueError(f"{name} is {value}, must be {low} to {high}")
+
+
+def require_int64(**values: Any) -> None:
+    """``require_within`` 64 bits."""
+    require_within(*INT64, **values)
 
 
 def require_bools(**values: object) -> None:
@@ -114,6 +119,14 @@ def biases_of(bias: torch.Tensor | Sequence[Any] | None) -> list[Any]:
     if not isinstance(bias, tuple | list):
         raise TypeError(f"bias is a {type(bias).__name__}, must be a tensor, or two of them")
     return list(bias)
+
+
+def require_biases(seq: torch.Tensor, bias: torch.Tensor | Sequence[Any] | None) -> list[Any]:
+    """``biases_of``, each a tensor of the buffer's device."""
+    biases = biases_of(bias)
+    require_on(seq, [f"bias {i}" for i in range(len(biases))], biases)
+    require_tensors(**{f"bias {i}": each for i, each in enumerate(biases)})
+    return biases
 
 
 def require_shape(size: object) -> None:

@@ -3,42 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.compiler import is_dynamo_compiling
 
 from . import _C
 from .buffer import Buffer
-from .checks import biases_of, error_of, require_bools, require_extras, require_on, require_tensors
-from .config import WIRE_FORMATS, DispatchConfig, combine_numbers, config_of, signalled_numbers
-from .eager import combine_eager, dispatch_eager
-from .events import run_on_comm_stream
-from .gradients import wants_gradient
-from .handle import DispatchOutput, Handle, Layout, require_handle
-from .high_throughput import buffer_of, route_and_send
-from .low_latency import dispatch_with_extra
-from .ops import scales_of  # and registers the fakes
-from .pending import OpenSend, Pending, receive_lost
+from .calls import CombineCall, DispatchCall
+from .checks import error_of, require_bools, require_on, require_tensors
+from .config import combine_numbers
+from .handle import DispatchOutput, Handle, require_handle
+from .high_throughput import buffer_of
+from .pending import Pending, receive_lost
 
-T = TypeVar("T")
 # Options of torch.compile with which work stays between a send and its receive. By itself Inductor moves it to where
 # memory is least, past the receive.
 KEEP_PROGRAM_ORDER = {"reorder_for_locality": False, "reorder_for_peak_memory": False}
 _ops = torch.ops.nccl_ep
-# Look-ups that the hot path is spared.
-_ll_dispatch, _ll_combine, _ll_combine_out = (
-    _ops.ll_dispatch.default,
-    _ops.ll_combine.default,
-    _ops.ll_combine_out.default,
-)
-_ll_dispatch_eager = _C.fast_op("ll_dispatch", _ll_dispatch, packed_results=True)
-_ht_combine, _ht_combine_out = _ops.ht_combine.default, _ops.ht_combine_out.default
-_ht_combine_eager = _C.fast_op("ht_combine", _ht_combine, packed_results=True)
-_on_same_device, _carrier = _C.on_same_device, _ops.carrier.default
-_Tensor, _float32, _HALVES = torch.Tensor, torch.float32, (torch.bfloat16, torch.float16)
-_EXPERT_MAJOR, _PACKED, _RANK_MAJOR = Layout.EXPERT_MAJOR, Layout.PACKED, Layout.RANK_MAJOR
-_NONE, _DISPATCH, _HOME = range(3)  # csrc/runtime/ll/params.h, Weighting
+_dispatch, _combine = _C.dispatch, _C.combine  # look-ups that the hot path is spared
 
 
 def dispatch(
@@ -93,31 +76,19 @@ def dispatch(
 
     Source: NCCL EP's ``ncclEpDispatch`` (arXiv 2603.13606), DeepEP's ``low_latency_dispatch`` and ``dispatch``.
     """
-    if not is_dynamo_compiling() and out is None and type(extra) is tuple and not extra:
-        try:
-            made: DispatchOutput | None = dispatch_eager(
-                buffer, x, topk_idx, topk_weights, scales, num_experts, mode, layout, max_tokens, capacity,
-                expert_alignment, quant, zero_padding, num_sms,
-            )  # fmt: skip
-        except RuntimeError as error:
-            raise error_of(buffer, error) from error
-        if made is not None:
-            return made
-    if topk_weights is not None:
-        topk_weights = _cast_under_autocast(topk_weights)
-    config, num_tokens = config_of(
-        x, topk_idx, topk_weights, scales, buffer, num_experts, mode, layout, max_tokens, capacity, expert_alignment,
-        quant, zero_padding, num_sms,
-    )  # fmt: skip
-    if type(extra) is not tuple or extra:
-        require_extras(buffer._seq, extra)
-    if config.mode == "ll" and out is not None:
-        raise ValueError("out is for high throughput, and this is a low-latency dispatch")
+    if is_dynamo_compiling() or out is not None or type(extra) is not tuple or extra:
+        return DispatchCall.of(
+            x, topk_idx, topk_weights, scales, extra, buffer, num_experts, mode, layout, max_tokens, capacity,
+            expert_alignment, quant, zero_padding, num_sms,
+        ).run(out)  # fmt: skip
     try:
-        received, moved = _run(buffer, config, x, extra, scales, topk_idx, topk_weights, out)
+        made: DispatchOutput = _dispatch(
+            x, topk_idx, topk_weights, scales, buffer, num_experts, mode, layout, max_tokens, capacity,
+            expert_alignment, quant, zero_padding, num_sms,
+        )  # fmt: skip
     except RuntimeError as error:
         raise error_of(buffer, error) from error
-    return _output(buffer, config, num_tokens, x, scales is not None, received, moved)
+    return made
 
 
 def dispatch_send(
@@ -152,60 +123,10 @@ def dispatch_send(
 
     Source: NCCL EP's ``send_only`` and ``ncclEpComplete``, DeepEP's ``return_recv_hook``.
     """
-    if topk_weights is not None:
-        topk_weights = _cast_under_autocast(topk_weights)
-    config, num_tokens = config_of(
-        x, topk_idx, topk_weights, scales, buffer, num_experts, mode, layout, max_tokens, capacity, expert_alignment,
-        quant, zero_padding, num_sms,
-    )  # fmt: skip
-    if type(extra) is not tuple or extra:
-        require_extras(buffer._seq, extra)
-    if type(async_finish) is not bool:
-        require_bools(async_finish=async_finish)
-    if config.mode == "ht" and not async_finish:
-        raise ValueError("a dispatch of high throughput has no halves: pass async_finish=True, or call dispatch")
-    if extra and not async_finish:
-        raise ValueError(f"{len(extra)} extra tensors, but a dispatch in halves takes none: pass async_finish=True")
-    args = (x, scales, topk_idx, topk_weights, config.capacity, config.numbers)
-    if not async_finish and wants_gradient(scales):
-        raise ValueError("scales want a gradient, but a dispatch in two calls has none for them: call dispatch")
-    is_wanted = not async_finish and wants_gradient(x, topk_weights)
-    like_x = _carrier(x) if is_wanted else None
-    like_weights = _carrier(topk_weights) if is_wanted and topk_weights is not None else None
-
-    def call() -> Any:
-        if not async_finish:
-            if not is_dynamo_compiling() and buffer._open_sends:
-                receive_lost(buffer, "dispatch")
-            with torch.no_grad():  # ll_dispatch_recv has the gradient
-                return _ops.ll_dispatch_send.default(buffer._seq, *args)
-        received, moved = _run(buffer, config, x, extra, scales, topk_idx, topk_weights, None)
-        return (*received, *moved)
-
-    try:
-        sent, event = run_on_comm_stream(buffer, call, (*args[:4], *extra), async_finish)
-    except RuntimeError as error:
-        raise error_of(buffer, error) from error
-    has_scales = scales is not None
-    if async_finish:
-        end = len(sent) - len(extra)
-        # x is the event's to keep. A quantised one that wants a gradient stays for that, too.
-        given = x if config.quant and wants_gradient(x) else None
-        return Pending(lambda: _output(buffer, config, num_tokens, given, has_scales, sent[:end], sent[end:]), event)
-    num_scales, scale_dtype = scales_of(scales)
-    # Of x nothing is kept but what stands for it.
-    sizes = x.dtype, x.shape[1], num_scales, scale_dtype, num_tokens, topk_idx.dtype == torch.int64
-    received_by = (buffer._seq, sent, *sizes, config.capacity, config.numbers, like_x, like_weights)
-    open_send = OpenSend("dispatch", _ops.ll_dispatch_recv.default, received_by)
-
-    def receive() -> DispatchOutput:
-        try:
-            received = open_send.receive(buffer)
-        except RuntimeError as error:
-            raise error_of(buffer, error) from error
-        return _output(buffer, config, num_tokens, like_x, has_scales, (*received, sent))
-
-    return Pending.of_send(buffer, open_send, receive)
+    return DispatchCall.of(
+        x, topk_idx, topk_weights, scales, extra, buffer, num_experts, mode, layout, max_tokens, capacity,
+        expert_alignment, quant, zero_padding, num_sms,
+    ).send(async_finish)  # fmt: skip
 
 
 def combine(
@@ -245,25 +166,13 @@ def combine(
 
     Source: NCCL EP's ``ncclEpCombine`` (arXiv 2603.13606), DeepEP's ``low_latency_combine``.
     """
-    if not is_dynamo_compiling():
-        try:
-            combined: torch.Tensor | None = combine_eager(
-                rows, handle, weights, topk_idx, bias, out_dtype, wire_dtype, out, num_sms
-            )
-        except RuntimeError as error:
-            raise error_of(buffer_of(handle), error) from error
-        if combined is not None:
-            return combined
-    buffer, args = _combine_call(rows, handle, weights, topk_idx, bias, out_dtype, wire_dtype, num_sms)
-    if out is not None:
-        require_on(handle.seq, ("out",), (out,))
+    if is_dynamo_compiling():
+        return CombineCall.of(rows, handle, weights, topk_idx, bias, out_dtype, wire_dtype, num_sms).run(out)
     try:
-        if out is None:
-            return _combined(handle, args)
-        (_ht_combine_out if handle.mode == "ht" else _ll_combine_out)(handle.seq, *args, out)
+        combined: torch.Tensor = _combine(rows, handle, weights, topk_idx, bias, out_dtype, wire_dtype, out, num_sms)
     except RuntimeError as error:
-        raise error_of(buffer, error) from error
-    return out
+        raise error_of(buffer_of(handle), error) from error
+    return combined
 
 
 def combine_send(
@@ -303,53 +212,9 @@ def combine_send(
     """
     if type(async_finish) is not bool:
         require_bools(async_finish=async_finish)
-    has_signals = row_signals is not None  # the other half waits for none, and has all SMs
-    buffer, args = _combine_call(
-        rows, handle, weights, topk_idx, bias, out_dtype, wire_dtype, 0 if has_signals else num_sms
-    )
-    numbers = args[-1]
-    if has_signals:
-        require_tensors(row_signals=row_signals)
-        require_on(handle.seq, ("row_signals",), (row_signals,))
-        if async_finish or handle.mode == "ht":
-            raise ValueError("row_signals are for the halves of a combine of low latency, without async_finish")
-        numbers = signalled_numbers(numbers, rows_per_signal, signal_threshold, num_sms)
-    elif rows_per_signal != 0:
-        raise ValueError(f"rows_per_signal is {rows_per_signal}, but there are no row_signals")
-    if handle.mode == "ht" and not async_finish:
-        raise ValueError("a combine of high throughput has no halves: pass async_finish=True, or call combine")
-    seq, given_weights, biases = handle.seq, args[-6], args[-4]
-    carried: tuple[torch.Tensor | None, ...] = (None, None, None, None)  # for gradients
-    if not async_finish and wants_gradient(rows, given_weights, biases):
-        carried = (_carrier(rows), rows if wants_gradient(given_weights) else None, given_weights, topk_idx)
-    dtype, hidden = rows.dtype, rows.shape[-1]
-
-    def call() -> Any:
-        if async_finish:
-            return _combined(handle, args)
-        home_weights = given_weights if isinstance(weights, _Tensor) else None
-        with torch.no_grad():  # ll_combine_recv has the gradient
-            return _ops.ll_combine_send.default(seq, *args[:-6], home_weights, *args[-5:-1], numbers, row_signals)
-
-    try:
-        combined, event = run_on_comm_stream(buffer, call, (*args[:-4], *biases), async_finish)
-    except RuntimeError as error:
-        raise error_of(buffer, error) from error
-    if async_finish:
-        return Pending(lambda: combined, event)
-
-    open_send = OpenSend(
-        "combine", _ops.ll_combine_recv.default, (seq, handle.tensor, biases, dtype, hidden, *args[-3:], *carried)
-    )
-
-    def receive() -> torch.Tensor:
-        try:
-            out: torch.Tensor = open_send.receive(buffer)
-        except RuntimeError as error:
-            raise error_of(buffer, error) from error
-        return out
-
-    return Pending.of_send(buffer, open_send, receive)
+    of_both = num_sms if row_signals is None else 0  # the receiving half waits for no signal, and has all SMs
+    call = CombineCall.of(rows, handle, weights, topk_idx, bias, out_dtype, wire_dtype, of_both)
+    return call.send(async_finish, row_signals, rows_per_signal, signal_threshold, num_sms)
 
 
 def combine_weights(values: torch.Tensor, handle: Handle) -> torch.Tensor:
@@ -367,13 +232,13 @@ def combine_weights(values: torch.Tensor, handle: Handle) -> torch.Tensor:
     buffer = buffer_of(handle)
     seq = handle.seq
     require_on(seq, ("values", "handle", "handle"), (values, handle.tensor, handle.slots))
-    sizes = handle.num_tokens, handle.capacity, combine_numbers(buffer, handle, _NONE, _float32, _float32, 0)
+    sizes = handle.num_tokens, handle.capacity, combine_numbers(handle, None, torch.float32)[1]
     if buffer is not None and buffer._open_sends and handle.mode == "ll":
         receive_lost(buffer, "combine")
     if handle.mode == "ht":
         given: Any = (None, values, handle.tensor, handle.slots, None, None, [], *sizes)
         try:
-            scalars: torch.Tensor = _ht_combine(seq, *given)[1]
+            scalars: torch.Tensor = _ops.ht_combine.default(seq, *given)[1]
         except RuntimeError as error:
             raise error_of(buffer, error) from error
         return scalars
@@ -382,129 +247,3 @@ def combine_weights(values: torch.Tensor, handle: Handle) -> torch.Tensor:
     except RuntimeError as error:
         raise error_of(buffer, error) from error
     return out
-
-
-def _combined(handle: Handle, args: tuple[Any, ...]) -> torch.Tensor:
-    if handle.mode == "ll":
-        combined: torch.Tensor = _ll_combine(handle.seq, *args)
-    else:
-        op = _ht_combine if is_dynamo_compiling() else _ht_combine_eager
-        combined = op(handle.seq, *args)[0]
-    return combined
-
-
-# ---- From arguments to ops
-
-
-def _cast_under_autocast(weights: torch.Tensor) -> torch.Tensor:
-    """Routers under autocast make bf16 or fp16 weights; they become float32, in which dispatch takes them."""
-    if not isinstance(weights, _Tensor) or weights.dtype not in _HALVES:
-        return weights
-    return weights.float() if torch.is_autocast_enabled(weights.device.type) else weights
-
-
-def _run(
-    buffer: Buffer,
-    config: DispatchConfig,
-    x: torch.Tensor,
-    extra: Sequence[torch.Tensor],
-    scales: torch.Tensor | None,
-    topk_idx: torch.Tensor,
-    topk_weights: torch.Tensor | None,
-    out: DispatchOutput | None,
-) -> tuple[Sequence[torch.Tensor], tuple[torch.Tensor, ...]]:
-    """A whole dispatch: what ``_output`` takes, and the rows of ``extra``."""
-    if config.mode == "ht":
-        return route_and_send(buffer, config, x, extra, scales, topk_idx, topk_weights, out)
-    op = _ll_dispatch if is_dynamo_compiling() else _ll_dispatch_eager
-    if not is_dynamo_compiling() and buffer._open_sends:
-        receive_lost(buffer, "dispatch")
-    if extra:
-        return dispatch_with_extra(op, buffer, config, x, extra, scales, topk_idx, topk_weights)
-    return op(buffer._seq, x, scales, topk_idx, topk_weights, config.capacity, config.numbers), ()
-
-
-def _output(
-    buffer: Buffer,
-    config: DispatchConfig,
-    num_tokens: int,
-    given: torch.Tensor | None,
-    has_scales: bool,
-    received: Sequence[torch.Tensor],
-    extra: tuple[torch.Tensor, ...] = (),
-) -> DispatchOutput:
-    slots, layout, capacity = None, config.layout, config.capacity
-    if config.mode == "ll":
-        x, scales, weights, topk_idx, row_expert, info, handle_tensor = received
-    else:
-        x, scales, weights, topk_idx, row_expert, info, handle_tensor, slots = received
-    if capacity < 0:  # exact sizes, or the default: those of the tensors
-        capacity = config.max_tokens if layout is _RANK_MAJOR else x.shape[1 if layout is _EXPERT_MAJOR else 0]
-    handle = Handle(
-        handle_tensor, buffer._seq, num_tokens, config.topk, config.num_experts, config.max_tokens, layout, capacity,
-        buffer.num_ranks, config.mode, slots, config.alignment, weights,
-    )  # fmt: skip
-    out = DispatchOutput.of_info(
-        x,
-        scales if has_scales or config.quant else None,
-        None if config.has_expert_rows else topk_idx,
-        weights,
-        row_expert if layout is _PACKED else None,
-        info,
-        handle,
-        extra,
-    )
-    if config.quant and wants_gradient(given):
-        out.carrier = _ops.row_carrier.default(buffer._seq, given, handle_tensor, slots, list(x.shape), config.numbers)
-    if buffer.on_overflow == "raise":
-        _ops.require_no_overflow.default(buffer._seq, info, capacity, config.numbers)
-    return out
-
-
-def _combine_call(
-    rows: torch.Tensor,
-    handle: Handle,
-    weights: str | torch.Tensor | None,
-    topk_idx: torch.Tensor | None,
-    bias: torch.Tensor | Sequence[torch.Tensor] | None,
-    out_dtype: torch.dtype | None,
-    wire_dtype: torch.dtype | str | None,
-    num_sms: int,
-) -> tuple[Buffer | None, tuple[Any, ...]]:
-    """The buffer (None where a compiler traces), and what the op takes behind ``seq``."""
-    require_handle(handle)
-    if not isinstance(rows, _Tensor):
-        require_tensors(rows=rows)
-    given_weights = None
-    if weights is None:
-        weighting = _NONE
-    elif isinstance(weights, _Tensor):
-        given_weights, weighting = weights, _HOME
-    elif isinstance(weights, str):
-        if weights != "dispatch":
-            raise ValueError(f'weights is {weights!r}, must be "dispatch", a tensor [T, K] or None')
-        weighting = _DISPATCH if handle.layout <= _PACKED else _NONE
-        if weighting == _DISPATCH and wants_gradient(rows, handle.weights):
-            given_weights = handle.weights  # the gradient needs them; the operation finds them in the handle
-    else:
-        raise TypeError(f'weights is a {type(weights).__name__}, must be "dispatch", a tensor [T, K] or None')
-    out_dtype = out_dtype or rows.dtype
-    if wire_dtype is None:
-        wire_dtype = out_dtype
-    is_format = isinstance(wire_dtype, str) and wire_dtype in WIRE_FORMATS
-    if wire_dtype is not out_dtype and wire_dtype is not _float32 and not is_format:
-        others = "" if out_dtype is _float32 else ', torch.float32, "fp8" or "logfmt"'
-        raise ValueError(f"wire_dtype is {wire_dtype!r}, must be {out_dtype}{others}")
-    biases = biases_of(bias)
-    buffer = buffer_of(handle)
-    if buffer is not None and buffer._open_sends and handle.mode == "ll":
-        receive_lost(buffer, "combine")
-    seq, tensor, slots = handle.seq, handle.tensor, handle.slots
-    if buffer is None or not _on_same_device(seq, rows, tensor, slots, given_weights, topk_idx):
-        names = ("rows", "handle", "handle", "weights", "topk_idx")
-        require_on(seq, names, (rows, tensor, slots, given_weights, topk_idx))
-    if biases:
-        require_on(seq, [f"bias {i}" for i in range(len(biases))], biases)
-    tensors = (rows, None, tensor, slots) if handle.mode == "ht" else (rows, tensor)
-    numbers = combine_numbers(buffer, handle, weighting, out_dtype, wire_dtype, num_sms)
-    return buffer, (*tensors, given_weights, topk_idx, biases, handle.num_tokens, handle.capacity, numbers)

@@ -1,4 +1,4 @@
-"""The calls of high throughput (HT), once config.py has checked their numbers; and cached dispatch."""
+"""Calls of high throughput (HT), and cached dispatch."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch.compiler import is_dynamo_compiling
 from . import _C
 from .buffer import Buffer, empty_on, find_buffer
 from .checks import error_of, require_extras, require_on, require_tensors
-from .config import DispatchConfig, Numbers, cached_numbers
+from .config import Numbers, cached_numbers
 from .errors import UsageError
-from .handle import EXACT, QUANTS, DispatchOutput, Handle, require_handle
+from .handle import EXACT, DispatchOutput, Handle, require_handle
 
 _ops = torch.ops.nccl_ep
 _ht_dispatch, _ht_dispatch_out = _ops.ht_dispatch.default, _ops.ht_dispatch_out.default  # look-ups spared
-_ht_dispatch_eager = _C.fast_op("ht_dispatch", _ht_dispatch, packed_results=True)
+_ht_dispatch_packed = _C.fast_op("ht_dispatch", _ht_dispatch, packed_results=True)
 _ht_cached = _ops.ht_dispatch_cached.default
-_ht_cached_eager = _C.fast_op("ht_dispatch_cached", _ht_cached, packed_results=True)
+_ht_cached_packed = _C.fast_op("ht_dispatch_cached", _ht_cached, packed_results=True)
 _GIVEN = tuple(
     f"out's {name}" for name in ("x", "scales", "weights", "topk_idx", "row_expert", "counts", "handle", "handle")
 )
@@ -35,26 +35,20 @@ class Payload:
     extra: tuple[torch.Tensor, ...] = ()
 
 
-def route_and_send(
-    buffer: Buffer,
-    config: DispatchConfig,
-    x: torch.Tensor,
-    extra: Sequence[torch.Tensor],
-    scales: torch.Tensor | None,
-    topk_idx: torch.Tensor,
-    topk_weights: torch.Tensor | None,
-    out: DispatchOutput | None,
-) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    """Runs the op. Returns what ``ll_dispatch`` returns, with two tensors of the handle at the end; and the extras."""
-    call = (
-        buffer._seq, [x, *extra], scales, topk_idx, topk_weights, config.capacity, config.numbers,
+def route_and_send(call: Any, out: DispatchOutput | None) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """Runs the op of a ``calls.DispatchCall``. Returns what ``ll_dispatch`` returns, with two tensors of the handle at
+    the end; and the extras."""
+    shape = call.shape
+    given = (
+        shape.buffer._seq, [call.x, *call.extra], call.scales, call.topk_idx, call.topk_weights, shape.capacity,
+        shape.numbers,
     )  # fmt: skip
-    if out is None and config.capacity == EXACT and is_dynamo_compiling():
-        return _in_two_ops(*call, config)
+    if out is None and shape.capacity == EXACT and is_dynamo_compiling():
+        return _in_two_ops(*given, shape.max_tokens)
     if out is None:
-        received = (_ht_dispatch if is_dynamo_compiling() else _ht_dispatch_eager)(*call)
-        return received[:8], received[8 : 8 + len(extra)]
-    return _into(buffer, out, call, topk_idx.dtype)
+        received = (_ht_dispatch if is_dynamo_compiling() else _ht_dispatch_packed)(*given)
+        return received[:8], received[8 : 8 + len(call.extra)]
+    return _into(shape.buffer, out, given, call.topk_idx.dtype)
 
 
 def _in_two_ops(
@@ -65,7 +59,7 @@ def _in_two_ops(
     topk_weights: torch.Tensor | None,
     _: int,
     numbers: Numbers,
-    config: DispatchConfig,
+    max_tokens: int,
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
     """A dispatch of exact sizes, whose sizes are lengths that a compiler knows of before it sees tensors of them.
 
@@ -73,7 +67,7 @@ def _in_two_ops(
     """
     info, route, sizes = _ops.ht_route.default(seq, xs, scales, topk_idx, topk_weights, numbers)
     num_rows, num_slots = _ops.size_at.default(sizes, 0), _ops.size_at.default(sizes, 1)
-    most = seq.shape[1] * config.max_tokens
+    most = seq.shape[1] * max_tokens
     torch._check(num_slots <= most)  # type: ignore[no-untyped-call]
     torch._check(num_rows >= 0)  # type: ignore[no-untyped-call]
     x, row_scales, weights, ids, row_expert, slots, *extra = _ops.ht_dispatch_routed.default(
@@ -146,16 +140,14 @@ def dispatch_cached(
     require_on(seq, ("x", "scales", "handle", "handle"), (x, scales, handle.tensor, slots))
     if type(extra) is not tuple or extra:
         require_extras(seq, extra)
-    if quant not in QUANTS:
-        raise ValueError(f"quant is {quant!r}, must be one of {', '.join(map(str, QUANTS))}")
     call = (
         seq, [x, *extra], scales, handle.tensor, slots, handle.num_tokens, handle.capacity,
-        cached_numbers(buffer, handle, QUANTS[quant], zero_padding, num_sms),
+        cached_numbers(handle, quant, zero_padding, num_sms),
     )  # fmt: skip
     try:
         if out is not None:
             return _cached_into(seq, out, call)
-        moved, moved_scales, *moved_extra = (_ht_cached if is_dynamo_compiling() else _ht_cached_eager)(*call)
+        moved, moved_scales, *moved_extra = (_ht_cached if is_dynamo_compiling() else _ht_cached_packed)(*call)
     except RuntimeError as error:
         raise error_of(buffer, error) from error
     has_scales = scales is not None or quant is not None
@@ -176,10 +168,7 @@ def buffer_of(handle: Handle) -> Buffer | None:
     """The buffer that a handle, of either mode, belongs to. None where a compiler traces, for which it is ``seq``."""
     if is_dynamo_compiling():
         return None
-    buffer = find_buffer(handle.seq)
-    if handle.num_ranks != buffer.num_ranks:
-        raise UsageError(f"the handle is of {handle.num_ranks} ranks, its buffer {buffer.name} of {buffer.num_ranks}")
-    return buffer
+    return find_buffer(handle.seq, handle.num_ranks)
 
 
 def ht_handle(handle: Handle) -> tuple[Buffer | None, torch.Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch.compiler import assume_constant_result, is_dynamo_compiling
 
 from . import _C
-from .config import DispatchConfig, Numbers, replace_field
+from .config import Numbers, replace_field
 from .gradients import wants_gradient
 from .handle import Quant
 
@@ -17,30 +17,23 @@ _WORD = torch.int32
 MAX_EXTRA = 3
 
 
-def dispatch_with_extra(
-    op: Callable[..., Any],
-    buffer: Any,
-    config: DispatchConfig,
-    x: torch.Tensor,
-    extra: Sequence[torch.Tensor],
-    scales: torch.Tensor | None,
-    topk_idx: torch.Tensor,
-    topk_weights: torch.Tensor | None,
-) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    """What ``op`` (``ll_dispatch``) returns for x, and the rows of ``extra`` in the places of x's.
+def dispatch_with_extra(op: Callable[..., Any], call: Any) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """What ``op`` (``ll_dispatch``) returns for x of a ``calls.DispatchCall``, and the rows of its ``extra`` in the
+    places of x's.
 
     The first tensor travels in the rows of x, as scales do, where x has none; each other one in an operation of its
     own, of the same routing. Places follow from the routing alone, so that they are the same. An extra that wants a
     gradient travels as the numbers that it is; the ranks must agree on that.
     """
+    x, extra, shape = call.x, call.extra, call.shape
+    buffer = shape.buffer
     _check(x, extra)
     words = [each if wants_gradient(each) else each.resolve_conj().resolve_neg().view(_WORD) for each in extra]
 
     def run(rows: torch.Tensor, row_scales: torch.Tensor | None, numbers: Numbers) -> Any:
-        given = (rows, row_scales, topk_idx, topk_weights)
-        return op(buffer._seq, *given, config.capacity, numbers)
+        return op(buffer._seq, rows, row_scales, call.topk_idx, call.topk_weights, shape.capacity, numbers)
 
-    has_room = _carries_extra(int(config.quant), scales is not None)
+    has_room = _carries_extra(shape.quantises, call.scales is not None)
     alone = words[1:] if has_room else words
     if alone and buffer.enable_shrink:
         raise ValueError(
@@ -49,9 +42,9 @@ def dispatch_with_extra(
         )
     for each in () if is_dynamo_compiling() else alone:  # nothing is sent where one of them would be refused
         row_bytes = each.shape[1] * each.element_size()
-        buffer.runtime.check_opaque_rows(config.num_experts, config.topk, config.max_tokens, row_bytes)
-    received = run(x, words[0] if has_room else scales, config.numbers)
-    further = replace_field(replace_field(config.numbers, "quant", int(Quant.NONE)), "reports_ids", 0)
+        buffer.runtime.check_opaque_rows(shape.num_experts, shape.topk, shape.max_tokens, row_bytes)
+    received = run(x, words[0] if has_room else call.scales, shape.numbers)
+    further = replace_field(replace_field(shape.numbers, "quant", int(Quant.NONE)), "reports_ids", 0)
     moved = [received[1]] if has_room else []
     moved += [run(each, None, further)[0] for each in alone]
     rows = [
@@ -61,8 +54,8 @@ def dispatch_with_extra(
 
 
 @assume_constant_result  # type: ignore[untyped-decorator]
-def _carries_extra(quant: int, has_scales: bool) -> bool:
-    return _C.carries_extra(quant, has_scales)
+def _carries_extra(quantises: bool, has_scales: bool) -> bool:
+    return _C.carries_extra(int(Quant.FP8 if quantises else Quant.NONE), has_scales)
 
 
 def _check(x: torch.Tensor, extra: Sequence[torch.Tensor]) -> None:

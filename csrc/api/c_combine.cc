@@ -2,6 +2,7 @@
 #include "api/c_device.h"
 #include "api/c_dispatch.h"
 #include "api/c_struct.h"
+#include "runtime/call.h"
 #include "runtime/policy.h"
 
 namespace ep::c {
@@ -10,7 +11,7 @@ namespace {
 Weighting to_weighting(ncclEpWeights_t weights, OutputLayout layout) {
   switch (weights) {
     case NCCL_EP_WEIGHTS_DISPATCH:
-      return has_expert_rows(layout) ? Weighting::kDispatch : Weighting::kNone;
+      return weighting_by_dispatch(layout);
     case NCCL_EP_WEIGHTS_NONE:
       return Weighting::kNone;
     case NCCL_EP_WEIGHTS_HOME:

@@ -6,7 +6,7 @@
 #include "api/c_objects.h"
 #include "api/c_struct.h"
 #include "api/c_tensor.h"
-#include "runtime/policy.h"
+#include "runtime/call.h"
 
 namespace ep::c {
 namespace {
@@ -50,26 +50,27 @@ bool takes_ht(const GroupState& state, const Shape& shape, const ncclEpHandleCon
   if (config.algorithm == NCCL_EP_ALGORITHM_AUTO && of_group == NCCL_EP_ALGORITHM_AUTO) {
     is_ht = is_exact || shape.max_tokens > state.ll_max_tokens;
   }
-  EP_CHECK(is_ht || !is_exact, "capacity is ", config.capacity,
-           " (exact), but low latency has outputs of fixed sizes only");
   EP_CHECK(is_ht || shape.max_tokens <= state.ll_max_tokens, "max_tokens is ", shape.max_tokens,
            ", but the group has room for low latency up to ", state.ll_max_tokens);
   return is_ht;
 }
 
+// Rows of the outputs; INT32_MAX until they are known: nothing is dropped.
 int64_t capacity_of(const ncclEpHandleConfig_t& config, const Shape& shape, OutputLayout layout, bool is_ht,
                     int alignment) {
   EP_CHECK(config.capacity == 0 || layout != OutputLayout::kRankMajor, "capacity is ", config.capacity,
            ", but layout rank_major always holds max_tokens rows of a rank");
-  if (config.capacity == NCCL_EP_CAPACITY_EXACT) {
-    EP_CHECK(layout != OutputLayout::kExpertMajor, "capacity is ", config.capacity,
-             " (exact), but expert_major needs one of an expert: its rows have no exact number");
-    return INT32_MAX;  // until it is known: nothing is dropped
-  }
-  EP_CHECK(config.capacity != 0 || layout != OutputLayout::kExpertMajor || !is_ht,
-           "capacity is 0, but expert_major of high throughput needs one: ",
-           shape.local_experts() * default_capacity(layout, shape, 1), " rows would be made for what can come at most");
-  return config.capacity == 0 ? default_capacity(layout, shape, alignment) : config.capacity;
+  DispatchCall call;
+  call.mode = is_ht ? Mode::kHt : Mode::kLl;
+  call.config.num_experts = shape.num_experts;
+  call.config.topk = shape.topk;
+  call.config.layout = layout;
+  call.config.alignment = alignment;
+  call.max_tokens = shape.max_tokens;
+  call.is_exact = config.capacity == NCCL_EP_CAPACITY_EXACT;
+  if (config.capacity != 0) call.capacity = config.capacity;
+  const int64_t rows = call.check(shape.num_ranks).capacity;
+  return rows == kExactCapacity ? INT32_MAX : rows;
 }
 
 // The words of a high-throughput handle: its route, for as many tokens as there may be, then the slots.
@@ -85,9 +86,6 @@ HandleSizes sizes_of(const GroupState& state, const ncclEpHandleConfig_t& config
   EP_CHECK(topk >= 1 && topk <= group.topk, "topk is ", topk, ", must be 1 to the group's ", group.topk);
   const OutputLayout layout = to_layout(config.layout);
   const int alignment = config.expert_alignment == 0 ? 1 : config.expert_alignment;
-  EP_CHECK(alignment >= 1, "expert_alignment is ", alignment, ", must be at least 1");
-  EP_CHECK(alignment == 1 || layout == OutputLayout::kPacked, "expert_alignment is ", alignment, ", but layout ",
-           name_of(layout), " has none");
   const int max_tokens = config.max_tokens == 0 ? group.max_tokens : config.max_tokens;
   EP_CHECK(max_tokens >= 1 && max_tokens <= group.max_tokens, "max_tokens is ", max_tokens,
            ", must be 1 to the group's ", group.max_tokens);

@@ -12,6 +12,11 @@ namespace ep {
 
 constexpr int kMaxRowBytes = 65536;
 
+inline int to_int(int64_t value, const char* name) {  // refuses what does not fit
+  EP_CHECK(value >= INT32_MIN && value <= INT32_MAX, name, " is ", value, ", beyond 32 bits");
+  return static_cast<int>(value);
+}
+
 inline void check_row_bytes(int64_t bytes, const char* what) {
   EP_CHECK(bytes > 0 && bytes % 16 == 0 && bytes <= kMaxRowBytes, what, " of ", bytes,
            " bytes: must be a multiple of 16 and at most ", kMaxRowBytes);

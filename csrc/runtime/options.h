@@ -1,5 +1,5 @@
 // One description of an operation's numbers. A line of a table is an option: members of structs, the numbers of an op,
-// their checks, the loader of Python's arguments (torch/binding/load_option.h) and Python's list follow from it.
+// their checks, the loader of Python's arguments (torch/common/load_option.h) and Python's list follow from it.
 // docs/adding_an_option.md has the other places.
 #pragma once
 

@@ -254,13 +254,6 @@ def test_small_results_share_one_allocation(buffer: nccl_ep.Buffer, layout: int)
     assert seen.calls == 1
 
 
-def test_sizes_of_tensors_on_one_device_are_read_at_once() -> None:
-    seq, x, ids = torch.ones(1), torch.ones(5, 3), torch.ones(5, 2)
-    assert _C.sizes_on_same_device(seq, x, ids) == _C.sizes_on_same_device(seq, x, ids, None, x) == (5, 2)
-    for args in ((x[0], ids), (x, ids[0]), (None, ids), (x, None), (x, ids, 1), (x, ids.to("meta"))):
-        assert _C.sizes_on_same_device(seq, *args) is None
-
-
 def test_tensors_on_one_device_are_told_from_others() -> None:
     x = torch.ones(2)
     assert _C.on_same_device(x)

@@ -121,7 +121,7 @@ def test_torchscript_has_a_table_of_functions() -> None:
         assert found == f"nccl_ep::{name}", f"TorchScript takes {name} for {found}, not for the op"
 
 
-# ---- C++: csrc/torch/binding/fast_call.h
+# ---- C++: csrc/torch/ops/fast_call.h
 
 
 def test_a_plain_thread_is_known_for_one(buffer: nccl_ep.Buffer) -> None:

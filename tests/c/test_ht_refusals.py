@@ -101,15 +101,26 @@ def test_a_bad_handle_is_refused_with_the_values(library: Library, group: c.c_vo
         ("algorithm 3 is unknown", {"layout": 2, "algorithm": 3}),
         ("algorithm is 1, but the group was made with 2", {"layout": 2, "algorithm": 1}),
         ("max_tokens is 5, must be 1 to the group's 4", {"layout": 2, "max_tokens": 5}),
-        ("capacity is 0, but expert_major of high throughput needs one: 8 rows", {"layout": 1}),
-        (r"capacity is -1 \(exact\), but expert_major", {"layout": 1, "capacity": c_api.EXACT}),
+        ("expert_major needs a capacity in high throughput", {"layout": 1}),
+        (
+            'capacity "exact" is for high throughput and not for expert_major: ht, expert_major',
+            {"layout": 1, "capacity": -1},
+        ),
         ("capacity is -1, but layout rank_major always", {"layout": 3, "capacity": c_api.EXACT}),
         ("capacity is -2", {"layout": 2, "capacity": -2}),
     ):
         refused(BAD, pattern, library.InitHandle, c.c_void_p(), group, c_api.HandleConfig(**config), None)
     both = library.solo_group()
     exact_ll = c_api.HandleConfig(layout=2, algorithm=1, capacity=c_api.EXACT)
-    refused(BAD, "low latency has outputs of fixed", library.InitHandle, c.c_void_p(), both, exact_ll, None)
+    refused(
+        BAD,
+        'capacity "exact" is for high throughput .*: ll, packed',
+        library.InitHandle,
+        c.c_void_p(),
+        both,
+        exact_ll,
+        None,
+    )
     ll = library.solo_group(algorithm=c_api.LOW_LATENCY)
     ht_config = c_api.HandleConfig(layout=2, algorithm=2)
     refused(BAD, "the group was made with 1: make it with 0", library.InitHandle, c.c_void_p(), ll, ht_config, None)

@@ -183,7 +183,7 @@ def test_a_bad_handle_is_refused_with_the_values(library: Library, group: c.c_vo
         ("topk is 3, must be 1 to the group's 2", {"layout": 1, "topk": 3}),
         ("capacity is -2", {"layout": 1, "capacity": -2}),
         ("rank_major always", {"layout": 3, "capacity": 4}),
-        ("layout flat has none", {"layout": 4, "expert_alignment": 8}),
+        ("layout flat has no alignment", {"layout": 4, "expert_alignment": 8}),
         ("a capacity of 4294967296 rows, at most 2147483647", {"layout": 4, "capacity": 1 << 32}),
         (f"a capacity of {2**63 - 1} rows, at most 2147483647", {"layout": 1, "capacity": 2**63 - 1}),
         ("would have 4294967294 rows at capacity 2147483647", {"layout": 1, "capacity": 2**31 - 1}),

@@ -332,9 +332,8 @@ def test_auto_goes_by_what_all_ranks_share() -> None:
     assert [modes.auto_ll_tokens(10**6, 16, 8, ranks) for ranks in (1, 4, 8, 64)] == [4096, 1024, 512, 128]
 
 
-def test_auto_takes_either_mode_on_one_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(modes, "AUTO_LL_BYTES", 16 << 20)
-    most = 600
+def test_auto_takes_either_mode_on_one_buffer() -> None:
+    most = 1000  # of 64 KiB: more than low latency takes
 
     def body(group: Any) -> list[str]:
         with nccl_ep.Buffer.for_shapes(
@@ -342,7 +341,7 @@ def test_auto_takes_either_mode_on_one_buffer(monkeypatch: pytest.MonkeyPatch) -
             timeout=60.0,
         ) as buffer:  # fmt: skip
             taken = []
-            for tokens, max_tokens in ((3, 8), (3, most), (600, most)):  # the tokens of a rank do not count
+            for tokens, max_tokens in ((3, 8), (3, most), (most, most)):  # the tokens of a rank do not count
                 x = torch.full((tokens, 16384), 1.0, dtype=torch.bfloat16)
                 ids = torch.arange(2 * tokens).view(tokens, 2) % 4
                 out = nccl_ep.dispatch(
@@ -358,14 +357,13 @@ def test_auto_takes_either_mode_on_one_buffer(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(("hidden", "topk"), [(16384, 1), (4096, 2)], ids=["fewer choices", "smaller rows"])
-def test_auto_keeps_to_the_room_that_was_made(hidden: int, topk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_keeps_to_the_room_that_was_made(hidden: int, topk: int) -> None:
     """By its own bytes the call is one for low latency; the buffer was made for larger ones."""
-    monkeypatch.setattr(modes, "AUTO_LL_BYTES", 16 << 20)
-    tokens = 400
+    tokens = 950
 
     def body(group: Any) -> str:
         with nccl_ep.Buffer.for_shapes(
-            group, max_tokens=600, hidden=16384, topk=2, num_experts=4, mode="auto", arena_bytes=0, device="cpu",
+            group, max_tokens=1000, hidden=16384, topk=2, num_experts=4, mode="auto", arena_bytes=0, device="cpu",
             timeout=60.0,
         ) as buffer:  # fmt: skip
             x, ids = torch.ones(3, hidden, dtype=torch.bfloat16), torch.zeros(3, topk, dtype=torch.int64)

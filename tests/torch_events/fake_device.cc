@@ -1,21 +1,21 @@
-// The events of operations on a buffer's own stream (csrc/torch/binding/stream_event.cc), on a device of torch that is
+// The events of operations on a buffer's own stream (csrc/torch/call/stream_event.cc), on a device of torch that is
 // none: it writes down what it is asked. A module of Python for tests/torch_events/checks.py.
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <pybind11/stl.h>
 #include <torch/extension.h>
 
-#include "torch/binding/stream_event.cc"
+#include "torch/call/stream_event.cc"
 
 namespace ep {
 
 thread_local const c10::Stream *LaunchStreamScope::caller_ = nullptr, *LaunchStreamScope::stream_ = nullptr;
 
-namespace eager {
+namespace call {
 PyObject* no_event() { Py_RETURN_NONE; }
 PyObject* new_overlap(PyObject* event, PyObject* extra_tensors) {
   return tuple_of(new_reference(event), new_reference(extra_tensors));
 }
-}  // namespace eager
+}  // namespace call
 
 namespace {
 
@@ -72,7 +72,7 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, FakeDevice);
 
 // What an operation with async_finish returns as its event: (StreamEvent, tensors).
 py::object run(const py::object& stream, const py::object& tensors) {
-  const eager::CommStream comm(stream.ptr(), c10::Device(kType, 0));
+  const call::CommStream comm(stream.ptr(), c10::Device(kType, 0));
   comm.run([] { return 0; });
   auto overlap = py::reinterpret_steal<py::object>(comm.overlap({tensors.ptr()}));
   if (!overlap) throw py::error_already_set();

@@ -20,8 +20,9 @@ ORDER = {
     "cuda/ll": ["common", "dispatch combine", "links", "."],
     "cuda/ht": ["common", "dispatch combine", "links", "."],
     "cuda/host": [".", "one_gpu", "gin"],
+    "torch": ["common", "ops", "call", "deep_ep", "."],
 }
-NOT_YET_ORDERED = ("runtime", "torch")
+NOT_YET_ORDERED = ("runtime",)
 
 
 def is_launcher(name: str) -> bool:

@@ -4,6 +4,7 @@
 
 #include <tuple>
 
+#include "torch/deep_ep/op_types.h"
 #include "torch/ops/gradient_functions.h"
 
 namespace ep {
@@ -11,29 +12,19 @@ namespace {
 
 using namespace gradients;
 
-using HtDispatched = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
-using LlDispatched = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+using torch_ops::DeepEpDispatched;
+using torch_ops::DeepEpNormal;
 
-EP_OP_HANDLE(ht_dispatch_deepep, HtDispatched, const Tensor& seq, const Tensor& x, const Optional& x_scales,
-             const Tensor& topk_idx, const Optional& topk_weights, int64_t num_experts, int64_t max_tokens,
-             int64_t capacity, int64_t num_sms)
-EP_OP_HANDLE(ll_dispatch_deepep, LlDispatched, const Tensor& seq, const Tensor& x, const Optional& x_scales,
-             const Tensor& topk_idx, int64_t num_experts, int64_t max_tokens, int64_t quant, const Optional& recv_stats,
-             const Optional& wait_cost, int64_t num_sms)
-EP_OP_HANDLE(ll_combine_deepep, Tensor, const Tensor& seq, const Tensor& rows, const Tensor& src_info,
-             const Tensor& weights, const Tensor& topk_idx, int64_t num_experts, int64_t max_tokens,
-             const Optional& wait_cost, const Optional& out, int64_t num_sms, bool use_logfmt)
-
-HtDispatched ht_dispatch(const Tensor& seq, const Tensor& x, const Optional& x_scales, const Tensor& topk_idx,
+DeepEpNormal ht_dispatch(const Tensor& seq, const Tensor& x, const Optional& x_scales, const Tensor& topk_idx,
                          const Optional& topk_weights, int64_t num_experts, int64_t max_tokens, int64_t capacity,
                          int64_t num_sms) {
   const auto run = [&] {
     const at::AutoDispatchBelowAutograd below;
-    return ht_dispatch_deepep().call(seq, x, x_scales, topk_idx, topk_weights, num_experts, max_tokens, capacity,
-                                     num_sms);
+    return torch_ops::ht_dispatch_deepep().call(seq, x, x_scales, topk_idx, topk_weights, num_experts, max_tokens,
+                                                capacity, num_sms);
   };
   if (!wants_gradient(x, x_scales, topk_weights)) return run();
-  HtDispatched made;
+  DeepEpNormal made;
   const std::function<Sent()> send = [&]() -> Sent {
     made = run();
     const RoutingNumbers routing{num_experts, topk_idx.size(1), max_tokens, OutputLayout::kFlat};
@@ -63,16 +54,16 @@ SavedRouting routing_of(const Tensor& seq, const Tensor& src_info, const Tensor&
   return SavedRouting::of(seq, handle, {}, num_tokens, capacity, routing);
 }
 
-LlDispatched ll_dispatch(const Tensor& seq, const Tensor& x, const Optional& x_scales, const Tensor& topk_idx,
-                         int64_t num_experts, int64_t max_tokens, int64_t quant, const Optional& recv_stats,
-                         const Optional& wait_cost, int64_t num_sms) {
+DeepEpDispatched ll_dispatch(const Tensor& seq, const Tensor& x, const Optional& x_scales, const Tensor& topk_idx,
+                             int64_t num_experts, int64_t max_tokens, int64_t quant, const Optional& recv_stats,
+                             const Optional& wait_cost, int64_t num_sms) {
   const auto run = [&] {
     const at::AutoDispatchBelowAutograd below;
-    return ll_dispatch_deepep().call(seq, x, x_scales, topk_idx, num_experts, max_tokens, quant, recv_stats, wait_cost,
-                                     num_sms);
+    return torch_ops::ll_dispatch_deepep().call(seq, x, x_scales, topk_idx, num_experts, max_tokens, quant, recv_stats,
+                                                wait_cost, num_sms);
   };
   if (!wants_gradient(x, x_scales)) return run();
-  LlDispatched made;
+  DeepEpDispatched made;
   const std::function<Sent()> send = [&]() -> Sent {
     made = run();
     variable_list rows{std::get<0>(made)};
@@ -92,8 +83,8 @@ Tensor ll_combine(const Tensor& seq, const Tensor& rows, const Tensor& src_info,
                   const Optional& out, int64_t num_sms, bool use_logfmt) {
   const auto run = [&] {
     const at::AutoDispatchBelowAutograd below;
-    return ll_combine_deepep().call(seq, rows, src_info, weights, topk_idx, num_experts, max_tokens, wait_cost, out,
-                                    num_sms, use_logfmt);
+    return torch_ops::ll_combine_deepep().call(seq, rows, src_info, weights, topk_idx, num_experts, max_tokens,
+                                               wait_cost, out, num_sms, use_logfmt);
   };
   variable_list written;
   if (out) written.push_back(*out);

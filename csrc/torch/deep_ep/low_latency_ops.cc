@@ -5,8 +5,10 @@
 #include <c10/core/TensorImpl.h>
 #include <torch/library.h>
 
-#include "torch/binding/fast_call.h"
+#include "runtime/policy.h"
 #include "torch/ops/alias_check.h"
+#include "torch/ops/fast_call.h"
+#include "torch/ops/ll_dispatch.h"
 #include "torch/ops/run.h"
 
 namespace ep {
@@ -14,6 +16,7 @@ namespace {
 
 using at::Tensor;
 
+const OptionalTensor kNoWeights;
 DispatchConfig config_of(int64_t num_experts, int64_t max_tokens, int64_t topk, int64_t quant, int64_t num_sms) {
   return {{.num_experts = num_experts, .topk = topk, .max_tokens = max_tokens},
           {.quant = static_cast<Quant>(quant), .num_sms = to_int(num_sms, "num_sms")}};
@@ -120,48 +123,85 @@ void set_all(LlDispatchParams& p, const OutputRefs& t) {
   p.out_scales.group_stride = t.scales.stride(2);
 }
 
-// Runs the operation, or a half, into `t`, on the current device. `p` has all but outputs.
-void run_into(const OutputRefs& t, LlDispatchParams& p, Registered& registered, const OptionalTensor& recv_stats,
-              const OptionalTensor& wait_cost) {
-  Group& group = *registered.group;
-  const at::Device device = device_of(group);
-  if (recv_stats) {
-    check_tensor(*recv_stats, "cumulative_local_expert_recv_stats", at::kInt, {p.output.local_experts}, device);
-    p.recv_stats = recv_stats->data_ptr<int32_t>();
+// Counters of the caller, which the operation adds to.
+struct Statistics {
+  const OptionalTensor &recv_stats, &wait_cost;
+
+  void take(LlDispatchParams& p, const Group& group, const at::Device& device) const {
+    if (recv_stats) {
+      check_tensor(*recv_stats, "cumulative_local_expert_recv_stats", at::kInt, {p.output.local_experts}, device);
+      p.recv_stats = recv_stats->data_ptr<int32_t>();
+    }
+    p.wait_cost = take_wait_cost(wait_cost, group, device);
   }
-  p.wait_cost = take_wait_cost(wait_cost, group, device);
-  set_all(p, t);
-  void* stream = device.is_cpu() ? nullptr : registered.order.next_stream(device);
-  group.run(p, stream);
-  if (!device.is_cpu()) registered.order.note_before_signals(device, stream);
-}
+  void require_apart(const DispatchInputs& inputs) const {
+    if (!recv_stats && !wait_cost) return;
+    AliasCheck aliases;
+    aliases.reads("x", inputs.x);
+    aliases.reads("x_scales", pointer_to(inputs.scales));
+    aliases.reads("topk_idx", inputs.topk_idx);
+    if (recv_stats) aliases.writes("cumulative_local_expert_recv_stats", *recv_stats);
+    if (wait_cost) aliases.writes("dispatch_wait_recv_cost_stats", *wait_cost);
+  }
+};
 
 using DispatchResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+// All are made when the operation is sent.
+struct NewOutputs final : DispatchOutputs {
+  const Statistics& statistics;
+  const DispatchInputs& inputs;
+  Outputs made;
+
+  NewOutputs(const Statistics& statistics, const DispatchInputs& inputs) : statistics(statistics), inputs(inputs) {}
+  void take(LlDispatchParams& p, const InputTypes& row, const Group& group, const at::Device& device) override {
+    statistics.require_apart(inputs);
+    statistics.take(p, group, device);
+    made = allocate(row, p.options.quant, p.output, device);
+    set_all(p, {made.x, made.scales, made.weights, made.counts, made.src_info, made.layout_range});
+  }
+};
+
+// And filled when it is received.
+struct GivenOutputs final : DispatchOutputs {
+  const Statistics& statistics;
+  const OutputRefs& given;
+
+  GivenOutputs(const Statistics& statistics, const OutputRefs& given) : statistics(statistics), given(given) {}
+  void take(LlDispatchParams& p, const InputTypes& row, const Group& group, const at::Device& device) override {
+    const OutputShape& output = p.output;
+    const bool quantises = p.options.quant != Quant::kNone;
+    check_tensor(given.x, "x", quantises ? at::kFloat8_e4m3fn : row.dtype, row_shape(output, row.hidden), device);
+    const int64_t by_row[] = {output.local_experts, output.capacity, row.num_scales};
+    if (quantises) {
+      check_columns(given.scales, output, p.out_scales.count, device);
+    } else {
+      check_tensor(given.scales, "scales", row.scale_dtype,
+                   row.num_scales > 0 ? at::IntArrayRef(by_row) : at::IntArrayRef{0}, device);
+    }
+    check_tensor(given.weights, "weights", at::kFloat, {output.local_experts, output.capacity}, device);
+    check_front(given.counts, "counts", {output.local_experts}, output.info_size(), /*is_whole=*/false, row, device);
+    check_front(given.src_info, "src_info", {output.local_experts, output.capacity},
+                SourceShape::of(output).size(handle_shape(output, row.num_tokens)), /*is_whole=*/true, row, device);
+    check_tensor(given.layout_range, "layout_range", at::kLong, {output.local_experts, output.num_ranks}, device);
+    statistics.take(p, group, device);
+    set_all(p, given);
+  }
+};
 
 DispatchResult dispatch(const at::Tensor& seq, const Tensor& x, const OptionalTensor& x_scales, const Tensor& topk_idx,
                         int64_t num_experts, int64_t max_tokens, int64_t quant, const OptionalTensor& recv_stats,
                         const OptionalTensor& wait_cost, int64_t num_sms, Phase phase) {
   return guarded([&] {
-    const auto [registered, group, device, on_device] = OnGroup(seq);
     EP_CHECK(topk_idx.dim() == 2, "topk_idx has ", topk_idx.dim(), " dimensions, must be [tokens, top-k]");
-    const InputTypes row = check_inputs(x, x_scales, topk_idx, {}, topk_idx.size(1), device);
-    const DispatchConfig config = config_of(num_experts, max_tokens, row.topk, quant, num_sms);
-    const OutputShape output = whole_output(group.num_ranks(), config);
-    LlDispatchParams p = dispatch_params(row, config, output);
-    p.phase = phase;
-    set_inputs(p, x, x_scales, topk_idx, {});
-    group.prepare(p);  // refuses what does not fit before memory is taken for it
-    if (recv_stats || wait_cost) {
-      AliasCheck aliases;
-      aliases.reads("x", x);
-      aliases.reads("x_scales", pointer_to(x_scales));
-      aliases.reads("topk_idx", topk_idx);
-      if (recv_stats) aliases.writes("cumulative_local_expert_recv_stats", *recv_stats);
-      if (wait_cost) aliases.writes("dispatch_wait_recv_cost_stats", *wait_cost);
-    }
-    const Outputs t = allocate(row, p.options.quant, output, device);
-    run_into({t.x, t.scales, t.weights, t.counts, t.src_info, t.layout_range}, p, *registered, recv_stats, wait_cost);
-    return DispatchResult{t.x, t.scales, t.weights, t.counts, t.src_info, t.layout_range};
+    const Statistics statistics{recv_stats, wait_cost};
+    const DispatchInputs inputs{x, x_scales, topk_idx, kNoWeights};
+    NewOutputs outputs(statistics, inputs);
+    run_dispatch(seq, inputs, kDefaultCapacity, config_of(num_experts, max_tokens, topk_idx.size(1), quant, num_sms),
+                 phase, outputs);
+    Outputs& t = outputs.made;
+    return DispatchResult{std::move(t.x),      std::move(t.scales),   std::move(t.weights),
+                          std::move(t.counts), std::move(t.src_info), std::move(t.layout_range)};
   });
 }
 
@@ -186,30 +226,14 @@ void ll_dispatch_deepep_recv(const Tensor& seq, const Tensor& x, const Tensor& s
                              int64_t max_tokens, int64_t quant, const OptionalTensor& recv_stats,
                              const OptionalTensor& wait_cost, int64_t num_sms) {
   guarded([&] {
-    const auto [registered, group, device, on_device] = OnGroup(seq);
     EP_CHECK(x.dim() == 3, "x has ", x.dim(), " dimensions, must have 3");
-    const bool quantises = static_cast<Quant>(quant) != Quant::kNone;
-    const int64_t given_scales = !quantises && scales.dim() == 3 ? scales.size(2) : 0;
-    const InputTypes row{dtype, x.size(2), given_scales, scales.scalar_type(), num_tokens, topk, is_idx64};
-    const DispatchConfig config = config_of(num_experts, max_tokens, topk, quant, num_sms);
-    const OutputShape output = whole_output(group.num_ranks(), config);
-    LlDispatchParams p = dispatch_params(row, config, output);
-    p.phase = Phase::kRecv;
-    check_tensor(x, "x", quantises ? at::kFloat8_e4m3fn : dtype, row_shape(output, row.hidden), device);
-    const int64_t by_row[] = {output.local_experts, output.capacity, given_scales};
-    if (quantises) {
-      check_columns(scales, output, p.out_scales.count, device);
-    } else {
-      check_tensor(scales, "scales", scales.scalar_type(),
-                   given_scales > 0 ? at::IntArrayRef(by_row) : at::IntArrayRef{0}, device);
-    }
-    check_tensor(weights, "weights", at::kFloat, {output.local_experts, output.capacity}, device);
-    check_front(counts, "counts", {output.local_experts}, output.info_size(), /*is_whole=*/false, row, device);
-    check_front(src_info, "src_info", {output.local_experts, output.capacity},
-                SourceShape::of(output).size(handle_shape(output, num_tokens)), /*is_whole=*/true, row, device);
-    check_tensor(layout_range, "layout_range", at::kLong, {output.local_experts, output.num_ranks}, device);
-    group.prepare(p);
-    run_into({x, scales, weights, counts, src_info, layout_range}, p, *registered, recv_stats, wait_cost);
+    const bool has_given_scales = static_cast<Quant>(quant) == Quant::kNone && scales.dim() == 3;
+    const InputTypes row{dtype, x.size(2), has_given_scales ? scales.size(2) : 0, scales.scalar_type(), num_tokens,
+                         topk,  is_idx64};
+    const Statistics statistics{recv_stats, wait_cost};
+    const OutputRefs given{x, scales, weights, counts, src_info, layout_range};
+    GivenOutputs outputs(statistics, given);
+    receive_dispatch(seq, row, kDefaultCapacity, config_of(num_experts, max_tokens, topk, quant, num_sms), outputs);
   });
 }
 

@@ -7,8 +7,8 @@
 #include <algorithm>
 
 #include "api/factory.h"
-#include "torch/binding/fast_call.h"
 #include "torch/ops/device.h"
+#include "torch/ops/fast_call.h"
 #include "torch/ops/ht_dispatch_ops.h"
 #include "torch/ops/registry.h"
 #include "torch/ops/run.h"

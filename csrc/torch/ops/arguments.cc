@@ -1,15 +1,11 @@
 #include "torch/ops/arguments.h"
 
 #include "base/check.h"
+#include "runtime/call.h"
 #include "runtime/policy.h"
 #include "torch/ops/device.h"
 
 namespace ep {
-int to_int(int64_t value, const char* name) {
-  EP_CHECK(value >= INT32_MIN && value <= INT32_MAX, name, " is ", value, ", beyond 32 bits");
-  return static_cast<int>(value);
-}
-
 at::ScalarType float_type_of(DType dtype) {
   switch (dtype) {
     case DType::kBF16:
@@ -91,12 +87,6 @@ DType dtype_of(at::ScalarType type) {
     default:
       raise(ErrorKind::kInvalidArgument, "rows of ", at::toString(type), " are not supported");
   }
-}
-
-int64_t default_capacity_of(int num_ranks, const RoutingNumbers& c) {
-  const OutputShape one = output_shape(num_ranks, c, 1);
-  const Shape shape{num_ranks, static_cast<int>(c.num_experts), one.topk, one.max_tokens};
-  return default_capacity(one.layout, shape, one.alignment);
 }
 
 OutputShape output_shape(int num_ranks, const RoutingNumbers& c, int64_t capacity) {

@@ -6,6 +6,7 @@
 
 #include <optional>
 
+#include "runtime/checks.h"
 #include "runtime/ll/params.h"
 #include "runtime/options.h"
 #include "torch/ops/alias_check.h"
@@ -15,8 +16,7 @@ namespace ep {
 using OptionalTensor = std::optional<at::Tensor>;
 
 DType dtype_of(at::ScalarType type);
-at::ScalarType float_type_of(DType dtype);    // of what combine adds up
-int to_int(int64_t value, const char* name);  // refuses what does not fit
+at::ScalarType float_type_of(DType dtype);  // of what combine adds up
 
 // The parts of x that the receiving half must know without x.
 struct InputTypes {
@@ -52,7 +52,6 @@ struct DispatchRefs {
   }
 };
 
-int64_t default_capacity_of(int num_ranks, const RoutingNumbers& routing);
 // Refuses sizes that make no sense.
 OutputShape output_shape(int num_ranks, const RoutingNumbers& routing, int64_t capacity);
 at::DimVector row_shape(const OutputShape& output, int64_t last);  // of the rows, with `last` in place of H

@@ -7,8 +7,9 @@
 #include <tuple>
 #include <vector>
 
+#include "runtime/call.h"
 #include "runtime/checks.h"
-#include "torch/binding/fast_call.h"
+#include "torch/ops/fast_call.h"
 #include "torch/ops/ht_payload.h"
 #include "torch/ops/ops.h"
 
@@ -16,8 +17,6 @@ namespace ep {
 namespace {
 
 using at::Tensor;
-
-constexpr int64_t kExact = -1;  // capacity
 
 struct HtTensors {
   PayloadOutputs moved;
@@ -145,7 +144,7 @@ HtTensors run_ht_dispatch(const at::Tensor& seq, const HtPayload& payload, const
   EP_CHECK(!payload.xs.empty(), "no tensor to dispatch");
   const InputTypes row = check_inputs(payload.xs[0], payload.scales, topk_idx, topk_weights, config.topk, device);
   check_payload(payload, row.num_tokens, device);
-  const bool is_exact = capacity == kExact;
+  const bool is_exact = capacity == kExactCapacity;
   EP_CHECK(!is_exact || config.layout != OutputLayout::kExpertMajor,
            "expert_major needs a capacity: its rows have no exact number");
   EP_CHECK(!is_exact || how.given == nullptr, "outputs of exact sizes cannot be given");
@@ -241,8 +240,8 @@ std::tuple<Tensor, Tensor, Tensor> ht_route(const Tensor& seq, at::TensorList xs
                                             const Tensor& topk_idx, const OptionalTensor& topk_weights,
                                             at::IntArrayRef config) {
   return guarded([&] {
-    const HtTensors t = run_ht_dispatch(seq, {xs, x_scales}, topk_idx, topk_weights, kExact, dispatch_config(config),
-                                        {.only_routes = true});
+    const HtTensors t = run_ht_dispatch(seq, {xs, x_scales}, topk_idx, topk_weights, kExactCapacity,
+                                        dispatch_config(config), {.only_routes = true});
     Tensor sizes = new_tensor({2}, at::kLong, at::kCPU);
     sizes.data_ptr<int64_t>()[0] = t.num_rows;
     sizes.data_ptr<int64_t>()[1] = t.num_slots;
@@ -260,7 +259,7 @@ HtRoutedResult ht_dispatch_routed(const Tensor& seq, at::TensorList xs, const Op
                                   const Tensor& route, int64_t num_rows, int64_t num_slots, at::IntArrayRef config) {
   return guarded([&] {
     const Routed routed{info, route, num_rows, num_slots};
-    HtTensors t = run_ht_dispatch(seq, {xs, x_scales}, topk_idx, topk_weights, kExact, dispatch_config(config),
+    HtTensors t = run_ht_dispatch(seq, {xs, x_scales}, topk_idx, topk_weights, kExactCapacity, dispatch_config(config),
                                   {.routed = &routed});
     auto [x1, x2, x3] = extra(t.moved, info.device());
     return HtRoutedResult{std::move(t.moved.xs[0]),

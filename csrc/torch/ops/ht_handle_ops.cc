@@ -4,7 +4,7 @@
 #include <tuple>
 #include <utility>
 
-#include "torch/binding/fast_call.h"
+#include "torch/ops/fast_call.h"
 #include "torch/ops/ht_payload.h"
 #include "torch/ops/ops.h"
 

@@ -7,7 +7,8 @@
 #include <tuple>
 
 #include "runtime/handles.h"
-#include "torch/binding/fast_call.h"
+#include "torch/ops/fast_call.h"
+#include "torch/ops/ll_dispatch.h"
 #include "torch/ops/ops.h"
 
 namespace ep {
@@ -17,49 +18,55 @@ using at::Tensor;
 
 // ---- dispatch
 
-// Returns what was not given.
-DispatchTensors run_dispatch(const at::Tensor& seq, const Tensor& x, const OptionalTensor& x_scales,
-                             const Tensor& topk_idx, const OptionalTensor& topk_weights, int64_t capacity,
-                             const DispatchConfig& config, Phase phase, const DispatchRefs* given) {
-  const auto [registered, group, device, on_device] = OnGroup(seq);
-  const InputTypes row = check_inputs(x, x_scales, topk_idx, topk_weights, config.topk, device);
-  const OutputShape output = output_shape(group.num_ranks(), config, capacity);
-  LlDispatchParams params = dispatch_params(row, config, output);
-  params.phase = phase;
-  set_inputs(params, x, x_scales, topk_idx, topk_weights);
-  group.prepare(params);  // refuses what does not fit before memory is taken for it
-  if (given != nullptr) {
-    AliasCheck aliases;
-    aliases.reads("x", x);
-    aliases.reads("scales", pointer_to(x_scales));
-    aliases.reads("topk_idx", topk_idx);
-    aliases.reads("topk_weights", pointer_to(topk_weights));
-    check_outputs(*given, row, params.options.quant, output, device, aliases);
-  }
-  DispatchTensors made;
-  if (given == nullptr) {
-    if (phase == Phase::kFused) {
-      made = allocate_outputs(row, params.options.quant, output, device, /*with_handle=*/true);
+// Those of the native convention, new or given.
+class NativeOutputs final : public DispatchOutputs {
+ public:
+  // What is to be made: all, but for a receiving half, whose handle is there; of a sending half the handle alone.
+  NativeOutputs(Phase phase, const Tensor* handle = nullptr) : phase_(phase), handle_(handle) {}
+  NativeOutputs(const DispatchRefs& given, const DispatchInputs& inputs) : given_(&given), inputs_(&inputs) {}
+
+  void take(LlDispatchParams& p, const InputTypes& row, const Group&, const at::Device& device) override {
+    if (given_ != nullptr) {
+      check_given(p, row, device);
+    } else if (phase_ == Phase::kSend) {
+      made.handle = allocate_handle(row, p.output, device);
     } else {
-      made.handle = allocate_handle(row, output, device);
+      if (handle_ != nullptr) {
+        check_tensor(*handle_, "handle", at::kInt, {handle_shape(p.output, row.num_tokens).size()}, device);
+      }
+      made = allocate_outputs(row, p.options.quant, p.output, device, /*with_handle=*/handle_ == nullptr);
     }
+    const DispatchRefs outputs = given_ != nullptr ? *given_ : DispatchRefs::of(made);
+    set_handle(p, handle_ != nullptr ? *handle_ : outputs.handle);
+    if (phase_ != Phase::kSend) set_outputs(p, outputs);
   }
-  const DispatchRefs outputs = given != nullptr ? *given : DispatchRefs::of(made);
-  set_handle(params, outputs.handle);
-  if (phase == Phase::kFused) set_outputs(params, outputs);
-  void* stream = registered->order.next_stream(device);
-  group.run(params, stream);
-  registered->order.note_before_signals(device, stream);
-  return made;
-}
+
+  DispatchTensors made;
+
+ private:
+  void check_given(const LlDispatchParams& p, const InputTypes& row, const at::Device& device) const {
+    AliasCheck aliases;
+    aliases.reads("x", inputs_->x);
+    aliases.reads("scales", pointer_to(inputs_->scales));
+    aliases.reads("topk_idx", inputs_->topk_idx);
+    aliases.reads("topk_weights", pointer_to(inputs_->topk_weights));
+    check_outputs(*given_, row, p.options.quant, p.output, device, aliases);
+  }
+
+  const Phase phase_ = Phase::kFused;
+  const Tensor* const handle_ = nullptr;
+  const DispatchRefs* const given_ = nullptr;
+  const DispatchInputs* const inputs_ = nullptr;
+};
 
 using DispatchResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 DispatchResult ll_dispatch(const Tensor& seq, const Tensor& x, const OptionalTensor& x_scales, const Tensor& topk_idx,
                            const OptionalTensor& topk_weights, int64_t capacity, at::IntArrayRef config) {
   return guarded([&] {
-    auto t = run_dispatch(seq, x, x_scales, topk_idx, topk_weights, capacity, dispatch_config(config), Phase::kFused,
-                          nullptr);
+    NativeOutputs outputs(Phase::kFused);
+    run_dispatch(seq, {x, x_scales, topk_idx, topk_weights}, capacity, dispatch_config(config), Phase::kFused, outputs);
+    DispatchTensors& t = outputs.made;
     return DispatchResult{std::move(t.x),          std::move(t.scales), std::move(t.weights), std::move(t.topk_idx),
                           std::move(t.row_expert), std::move(t.info),   std::move(t.handle)};
   });
@@ -71,16 +78,18 @@ void ll_dispatch_out(const Tensor& seq, const Tensor& x, const OptionalTensor& x
                      const Tensor& out_row_expert, const Tensor& out_info, const Tensor& handle) {
   guarded([&] {
     const DispatchRefs given{out_x, out_scales, out_weights, out_topk_idx, out_row_expert, out_info, handle};
-    run_dispatch(seq, x, x_scales, topk_idx, topk_weights, capacity, dispatch_config(config), Phase::kFused, &given);
+    const DispatchInputs inputs{x, x_scales, topk_idx, topk_weights};
+    NativeOutputs outputs(given, inputs);
+    run_dispatch(seq, inputs, capacity, dispatch_config(config), Phase::kFused, outputs);
   });
 }
 
 Tensor ll_dispatch_send(const Tensor& seq, const Tensor& x, const OptionalTensor& x_scales, const Tensor& topk_idx,
                         const OptionalTensor& topk_weights, int64_t capacity, at::IntArrayRef config) {
   return guarded([&] {
-    return run_dispatch(seq, x, x_scales, topk_idx, topk_weights, capacity, dispatch_config(config), Phase::kSend,
-                        nullptr)
-        .handle;
+    NativeOutputs outputs(Phase::kSend);
+    run_dispatch(seq, {x, x_scales, topk_idx, topk_weights}, capacity, dispatch_config(config), Phase::kSend, outputs);
+    return std::move(outputs.made.handle);
   });
 }
 
@@ -89,20 +98,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> ll_dispatch_recv(
     at::ScalarType scale_dtype, int64_t num_tokens, bool is_idx64, int64_t capacity, at::IntArrayRef numbers,
     const OptionalTensor&, const OptionalTensor&) {
   return guarded([&] {
-    const auto [registered, group, device, on_device] = OnGroup(seq);
     const DispatchConfig config = dispatch_config(numbers);
     const InputTypes row{dtype, hidden, num_scales, scale_dtype, num_tokens, config.topk, is_idx64};
-    const OutputShape output = output_shape(group.num_ranks(), config, capacity);
-    check_tensor(handle, "handle", at::kInt, {handle_shape(output, num_tokens).size()}, device);
-    LlDispatchParams params = dispatch_params(row, config, output);
-    params.phase = Phase::kRecv;
-    set_handle(params, handle);
-    group.prepare(params);
-    const DispatchTensors t = allocate_outputs(row, params.options.quant, output, device, /*with_handle=*/false);
-    set_outputs(params, DispatchRefs::of(t));
-    void* stream = registered->order.next_stream(device);
-    group.run(params, stream);
-    registered->order.note_before_signals(device, stream);
+    NativeOutputs outputs(Phase::kRecv, &handle);
+    receive_dispatch(seq, row, capacity, config, outputs);
+    const DispatchTensors& t = outputs.made;
     return std::make_tuple(t.x, t.scales, t.weights, t.topk_idx, t.row_expert, t.info);
   });
 }

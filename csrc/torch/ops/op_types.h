@@ -64,6 +64,7 @@ EP_OP_HANDLE(ht_dispatch_routed, HtRouted, const Tensor& seq, at::TensorList xs,
 EP_OP_HANDLE(ht_combine_out, void, const Tensor& seq, const Optional& rows, const Optional& values, const Tensor& route,
              const Tensor& slots, const Optional& weights, const Optional& topk_idx, at::TensorList biases,
              SymInt num_tokens, SymInt capacity, at::IntArrayRef config, const Tensor& out)
+EP_OP_HANDLE(require_no_overflow, void, const Tensor& seq, const Tensor& info, SymInt capacity, at::IntArrayRef config)
 EP_OP_HANDLE(carrier, Tensor, const Tensor& x)
 EP_OP_HANDLE(carried, Tensor, const Tensor& carrier, const Tensor& values)
 EP_OP_HANDLE(row_carrier, Tensor, const Tensor& seq, const Tensor& x, const Tensor& handle, const Optional& slots,

@@ -7,8 +7,8 @@
 #include <memory>
 
 #include "base/check.h"
-#include "torch/binding/errors.h"
-#include "torch/binding/interruption.h"
+#include "torch/common/errors.h"
+#include "torch/common/interruption.h"
 #include "torch/ops/arguments.h"
 #include "torch/ops/device.h"
 #include "torch/ops/registry.h"

@@ -17,11 +17,9 @@ from ... import _C
 from ...checks import error_of, require_bools, require_on, require_tensors
 from ...errors import OverflowError, UsageError
 from ...events import EventOverlap, run_on_comm_stream
-from ...gradients import refuse_backward, wants_gradient
-from ...handle import Quant
-from ...pending import OpenSend, receive_lost
+from ...pending import OpenSend
 from . import nvfp4
-from .low_latency_memory import LowLatencyHandle, LowLatencyMemory, elements_of
+from .low_latency_memory import LowLatencyHandle, LowLatencyMemory
 from .newer_keywords import RowSignals
 
 Received: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"
@@ -30,7 +28,7 @@ Dispatched: TypeAlias = "tuple[Received, torch.Tensor, LowLatencyHandle, EventOv
 Combined: TypeAlias = "tuple[torch.Tensor, EventOverlap, Hook | None]"
 
 _ops = torch.ops.nccl_ep
-_dispatch_eager, _combine_eager = _C.low_latency_dispatch_eager, _C.low_latency_combine_eager
+_dispatch, _combine = _C.low_latency_dispatch, _C.low_latency_combine  # look-ups that the hot path is spared
 
 
 class LowLatencyMethods(LowLatencyMemory):
@@ -89,66 +87,58 @@ class LowLatencyMethods(LowLatencyMemory):
 
         Source: DeepEP's method of that name; its branch hybrid-ep for ``use_nvfp4`` and what follows.
         """
-        if use_nvfp4 is False:
-            try:
-                made = _dispatch_eager(
-                    self, x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts,
-                    cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats, use_fp8, round_scale, use_ue8m0,
-                    async_finish, return_recv_hook,
-                )  # fmt: skip
-            except RuntimeError as error:
-                raise error_of(self, error) from error
-            if made is not None:
-                if not return_recv_hook:
-                    dispatched: Dispatched = made
-                    return dispatched
-                results, receives = made
-                self._state.unreceived = results[2][0]
-                return *results, RecvHook(self, OpenSend("dispatch", receives), results[1])
-        _check_hook(async_finish, return_recv_hook)
-        quant = _quant_of(use_fp8, round_scale, use_ue8m0)
-        if x is None or topk_idx is None:
-            require_tensors(x=x, topk_idx=topk_idx)
-        stats, waits = cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
-        require_on(
-            self._seq,
-            ("x", "topk_idx", "cumulative_local_expert_recv_stats", "dispatch_wait_recv_cost_stats"),
-            (x, topk_idx, stats, waits),
-        )
-        args = (topk_idx, num_experts, num_max_dispatch_tokens_per_rank, int(quant), stats, waits, 0)
-        op = _ops.ll_dispatch_deepep_send.default if return_recv_hook else _ops.ll_dispatch_deepep.default
-        call = partial(op, self._seq, x, None, *args)
-        global_scale = None
         if use_nvfp4 is not False:
             require_bools(use_nvfp4=use_nvfp4)
         if use_nvfp4:
-            global_scale = nvfp4.global_scale_of(self._seq, x, x_global_scale, use_fp8, use_ue8m0_for_sf)
-            call = partial(nvfp4.send, op, self._seq, x, global_scale, args, not return_recv_hook)
-        if self.core._open_sends:
-            receive_lost(self.core, "dispatch")
+            return self._dispatch_nvfp4(
+                x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts,
+                (cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats), async_finish, return_recv_hook,
+                nvfp4.global_scale_of(self._seq, x, x_global_scale, use_fp8, use_ue8m0_for_sf),
+            )  # fmt: skip
         try:
-            outputs, event = run_on_comm_stream(self, call, (x, global_scale, *args), async_finish)
+            made = _dispatch(
+                self, x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, cumulative_local_expert_recv_stats,
+                dispatch_wait_recv_cost_stats, use_fp8, round_scale, use_ue8m0, async_finish, return_recv_hook, None,
+            )  # fmt: skip
         except RuntimeError as error:
             raise error_of(self, error) from error
-        recv_x, scales, _, counts, src_info, layout_range, *swizzled = outputs
-        pair = nvfp4.received(recv_x, *swizzled) if swizzled else (recv_x, scales)
-        handle = (src_info, layout_range, num_max_dispatch_tokens_per_rank, x.shape[1], num_experts)
-        hook = None
-        if return_recv_hook:
-            numbers = (
-                recv_x.dtype if swizzled else x.dtype, x.shape[0], topk_idx.shape[1], topk_idx.dtype is torch.int64,
-                num_experts, num_max_dispatch_tokens_per_rank, int(quant), stats, waits, 0,
+        return self._dispatched(made) if made[4] is not None or self.on_overflow == "raise" else made
+
+    def _dispatched(self, made: tuple[Any, ...]) -> Dispatched:
+        """The results with a hook for what receives them; or those of which nothing was dropped."""
+        received, counts, handle, event, receive = made
+        if receive is None:
+            self._raise_what_was_dropped(counts, event)
+            return received, counts, handle, event, None
+        self._state.unreceived = handle[0]
+        return received, counts, handle, event, RecvHook(self, OpenSend("dispatch", receive), counts)
+
+    def _dispatch_nvfp4(
+        self, x: torch.Tensor, topk_idx: torch.Tensor, max_tokens: int, num_experts: int,
+        stats: tuple[torch.Tensor | None, torch.Tensor | None], async_finish: bool, return_recv_hook: bool,
+        global_scale: torch.Tensor,
+    ) -> Dispatched:  # fmt: skip
+        """Rows that are quantised here, with scales that travel as a caller's, and are put in order where they come."""
+        has_both = async_finish and return_recv_hook  # which is refused
+
+        def send(rows: torch.Tensor, scales: torch.Tensor) -> Any:
+            return _dispatch(
+                self, rows, topk_idx, max_tokens, num_experts, *stats, False, False, False, has_both,
+                return_recv_hook, scales,
             )  # fmt: skip
 
-            receive: Callable[..., Any] = _ops.ll_dispatch_deepep_recv.default
-            if swizzled:
-                receive = partial(nvfp4.receive, receive, *swizzled)
-            open_send = OpenSend("dispatch", receive, (self._seq, *outputs[:6], *numbers))
-            hook = RecvHook(self, open_send, counts)
-            self._state.unreceived = src_info
-        else:
-            self._raise_what_was_dropped(counts, event)
-        return pair if use_fp8 or swizzled else recv_x, counts, handle, event, hook
+        try:
+            sent, event = run_on_comm_stream(
+                self, lambda: nvfp4.send(send, x, global_scale, not return_recv_hook),
+                (x, global_scale, topk_idx, *stats), async_finish,
+            )  # fmt: skip
+        except RuntimeError as error:
+            raise error_of(self, error) from error
+        rows, scales, swizzled, counts, (source, ranges, *_), _, receive = sent
+        if receive is not None:
+            receive = partial(nvfp4.receive, receive, scales, swizzled)
+        handle = source, ranges, max_tokens, x.shape[1], num_experts
+        return self._dispatched((nvfp4.received(rows, swizzled), counts, handle, event, receive))
 
     def low_latency_combine(
         self,
@@ -203,84 +193,32 @@ class LowLatencyMethods(LowLatencyMemory):
 
         Source: DeepEP's method of that name; its branches for ``overlap`` and what follows.
         """
-        if overlap is False:
-            try:
-                made = _combine_eager(
-                    self, x, topk_idx, topk_weights, handle, use_logfmt, zero_copy, async_finish, return_recv_hook, out,
-                    combine_wait_recv_cost_stats,
-                )  # fmt: skip
-            except RuntimeError as error:
-                raise error_of(self, error) from error
-            if made is not None:
-                if not return_recv_hook:
-                    combined: Combined = made
-                    return combined
-                results, receives = made
-                return *results, RecvHook(self, OpenSend("combine", receives))
-        _check_hook(async_finish, return_recv_hook)
-        if not (type(use_logfmt) is type(zero_copy) is bool):
-            require_bools(use_logfmt=use_logfmt, zero_copy=zero_copy)
+        signals: tuple[Any, ...] = (None, 0, 0, 0)
         if overlap is not False:
             require_bools(overlap=overlap)
-        if use_logfmt and zero_copy:
-            raise ValueError("use_logfmt and zero_copy are both set, and exclude each other")
-        src_info, _, max_tokens, hidden, num_experts = elements_of(handle)
-        require_tensors(x=x, topk_idx=topk_idx, topk_weights=topk_weights)
-        waits = combine_wait_recv_cost_stats
-        require_on(
-            self._seq,
-            ("x", "topk_idx", "topk_weights", "handle[0]", "out", "combine_wait_recv_cost_stats"),
-            (x, topk_idx, topk_weights, src_info, out, waits),
-        )
-        if src_info is None:
-            require_tensors(**{"handle[0]": src_info})
-        unreceived = self._state.unreceived
-        if unreceived is not None and unreceived.data_ptr() == src_info.data_ptr():
-            self.require_usable()
-            raise UsageError("the dispatch of this handle was sent and has not been received: call its hook")
-        if x.dim() != 3 or x.shape[2] != hidden:
-            raise ValueError(f"x has shape {list(x.shape)}, must be [local experts, ranks * max_tokens, {hidden}]")
-        # Of a combine with neither, the op says it.
-        is_wanted = (zero_copy or (out is not None and return_recv_hook)) and wants_gradient(x, topk_weights)
-        if zero_copy:
-            rows = self.get_next_low_latency_combine_buffer(handle)
-            if x.shape != rows.shape or x.dtype != rows.dtype or not x.is_contiguous():
-                raise ValueError(
-                    f"x is {x.dtype} {list(x.shape)} of strides {x.stride()}, with zero_copy it must be as "
-                    f"{rows.dtype} {list(rows.shape)}, contiguous"
-                )
-            x = rows
-        op = _ops.ll_combine_deepep_send.default if return_recv_hook else _ops.ll_combine_deepep.default
-        if self.core._open_sends:
-            receive_lost(self.core, "combine")
-        args: tuple[Any, ...] = (x, src_info, topk_weights, topk_idx, num_experts, max_tokens, waits, out)
-        if overlap:
-            signals = RowSignals.of(
-                x, return_recv_hook, use_logfmt, packed_recv_count, comp_signal, block_m, threshold, num_sms,
-                src_signals, src_signal_expect_value,
-            )  # fmt: skip
-            require_on(
-                self._seq,
-                ("comp_signal", "src_signals", "packed_recv_count"),
-                (comp_signal, src_signals, packed_recv_count),
-            )
-            args += (signals.num_sms, use_logfmt)
-            args += (signals.row_signals, signals.rows_per_signal, signals.signal_threshold)
-        else:
-            args += (0, use_logfmt, None, 0, 0) if return_recv_hook else (0, use_logfmt)
+            if overlap:
+                signals = self._signals_of(
+                    x, return_recv_hook, use_logfmt, packed_recv_count, comp_signal, block_m, threshold, num_sms,
+                    src_signals, src_signal_expect_value,
+                )  # fmt: skip
         try:
-            result, event = run_on_comm_stream(self, lambda: op(self._seq, *args), args, async_finish)
+            combined, event, receive = _combine(
+                self, x, topk_idx, topk_weights, handle, use_logfmt, zero_copy, async_finish, return_recv_hook, out,
+                combine_wait_recv_cost_stats, *signals,
+            )  # fmt: skip
         except RuntimeError as error:
             raise error_of(self, error) from error
-        if out is None:
-            out = result
-        if is_wanted:
-            refuse_backward("low_latency_combine with out= or zero_copy", out)
-        hook = None
-        if return_recv_hook:
-            numbers = (src_info, topk_idx.shape[1], num_experts, max_tokens, waits, out, 0, use_logfmt)
-            hook = RecvHook(self, OpenSend("combine", _ops.ll_combine_deepep_recv.default, (self._seq, *numbers)))
-        return out, event, hook
+        return combined, event, None if receive is None else RecvHook(self, OpenSend("combine", receive))
+
+    def _signals_of(self, x: torch.Tensor, *given: Any) -> tuple[Any, ...]:
+        """Of ``overlap``: counters, rows of one, threshold, SMs."""
+        require_tensors(x=x)
+        if x.dim() != 3:  # which is refused
+            return None, 0, 0, 0
+        signals = RowSignals.of(x, *given)
+        packed_recv_count = given[2]
+        require_on(self._seq, ("comp_signal", "packed_recv_count"), (signals.row_signals, packed_recv_count))
+        return signals.row_signals, signals.rows_per_signal, signals.signal_threshold, signals.num_sms
 
     # ---- How they run
 
@@ -339,20 +277,3 @@ class RecvHook:
         if counts is not None:
             view._state.unreceived = None
             view._raise_what_was_dropped(counts)
-
-
-def _check_hook(async_finish: bool, return_recv_hook: bool) -> None:
-    if not (type(async_finish) is type(return_recv_hook) is bool):
-        require_bools(async_finish=async_finish, return_recv_hook=return_recv_hook)
-    if async_finish and return_recv_hook:
-        raise ValueError("async_finish and return_recv_hook are both set: a hook leaves nothing to wait for")
-
-
-def _quant_of(use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> Quant:
-    if not (type(use_fp8) is type(round_scale) is type(use_ue8m0) is bool):
-        require_bools(use_fp8=use_fp8, round_scale=round_scale, use_ue8m0=use_ue8m0)
-    if not use_fp8:
-        return Quant.NONE
-    if use_ue8m0 and not round_scale:
-        raise ValueError("use_ue8m0 is set, and round_scale is not: exponents stand for scales that are powers of two")
-    return Quant.FP8_UE8M0 if use_ue8m0 else Quant.FP8_ROUNDED if round_scale else Quant.FP8

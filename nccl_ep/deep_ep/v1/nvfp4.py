@@ -92,42 +92,39 @@ def quantize(x: torch.Tensor, global_scale: torch.Tensor) -> tuple[torch.Tensor,
 
 
 def send(
-    op: Callable[..., tuple[torch.Tensor, ...]],
-    seq: torch.Tensor,
-    x: torch.Tensor,
-    global_scale: torch.Tensor,
-    args: tuple[Any, ...],
-    receives: bool,
-) -> tuple[torch.Tensor, ...]:
-    """Quantises x and runs ``op`` of it: its results, and [L, rm, rk, 32, 4, 4] float8_e4m3fn for the scales.
+    op: Callable[[torch.Tensor, torch.Tensor], Any], x: torch.Tensor, global_scale: torch.Tensor, receives: bool
+) -> tuple[Any, ...]:
+    """Quantises x and calls ``op`` with rows and scales.
 
     Scales travel as int32, four in each; in place of scales that a row has not got, zeros.
 
     Args:
-        op: ``ll_dispatch_deepep`` or its send. args: what it takes behind x and its scales. receives: whether
-            op receives: then the scales are filled.
+        op: returns the pair of received rows and scales, and more. receives: whether they are filled by then.
+
+    Returns: rows and scales, [L, rm, rk, 32, 4, 4] float8_e4m3fn for the latter in their order, and what more ``op``
+        returned.
     """
     rows, scales = quantize(x, global_scale)
     given = scales.view(torch.uint8)
     missing = -given.shape[1] % _WORD_SCALES
     if missing:
         given = torch.nn.functional.pad(given, (0, missing))
-    outputs = op(seq, rows, given.view(torch.int32), *args)
-    local, capacity, words = outputs[1].shape
+    (received_rows, words), *more = op(rows, given.view(torch.int32))
+    local, capacity, count = words.shape
     tiles = -(-capacity // _TILE_ROWS)
-    sizes = (local, tiles, words, _TILE_LANES, _TILE_ROWS // _TILE_LANES, _WORD_SCALES)
+    sizes = (local, tiles, count, _TILE_LANES, _TILE_ROWS // _TILE_LANES, _WORD_SCALES)
     swizzled = torch.empty(sizes, dtype=torch.float8_e4m3fn, device=x.device)
     if receives:
-        _swizzle(outputs[1], swizzled)
+        _swizzle(words, swizzled)
     if wants_gradient(x):
         refuse_backward("low_latency_dispatch with use_nvfp4", swizzled)
-    return *outputs, swizzled
+    return received_rows, words, swizzled, *more
 
 
-def receive(op: Callable[..., None], swizzled: torch.Tensor, *args: Any) -> None:
-    """Runs ``op``, the receive, and fills the scales of ``send``. args: op's."""
-    op(*args)
-    _swizzle(args[2], swizzled)
+def receive(op: Callable[[], None], scales: torch.Tensor, swizzled: torch.Tensor) -> None:
+    """Calls ``op``, which fills the scales, and puts them in their order."""
+    op()
+    _swizzle(scales, swizzled)
 
 
 def received(rows: torch.Tensor, swizzled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

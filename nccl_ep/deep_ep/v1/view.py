@@ -77,7 +77,7 @@ class View:
     core: Core
 
     def _attach(self, core: Core, state: State) -> None:
-        self.core, self._state, self._view_eager = core, state, core._eager
+        self.core, self._state, self._view_call = core, state, core._call
         self.name, self.device, self.runtime, self._seq = core.name, core.device, core.runtime, core._seq
         self.group, self.rank, self.num_ranks, self.group_size = core.group, core.rank, core.num_ranks, core.num_ranks
         self.domain_size = core.domain_size

@@ -1,9 +1,9 @@
-#include "torch/binding/load_option.h"
+#include "torch/common/load_option.h"
 
 #include <pybind11/pybind11.h>
 #include <torch/csrc/autograd/python_variable.h>
 
-#include "torch/binding/errors.h"
+#include "torch/common/errors.h"
 
 namespace py = pybind11;
 

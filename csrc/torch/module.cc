@@ -11,12 +11,13 @@
 
 #include "api/factory.h"
 #include "base/check.h"
-#include "torch/binding/eager.h"
-#include "torch/binding/errors.h"
-#include "torch/binding/fast_call.h"
-#include "torch/binding/interruption.h"
-#include "torch/binding/policy.h"
+#include "torch/call/define.h"
+#include "torch/call/given.h"
+#include "torch/common/errors.h"
+#include "torch/common/interruption.h"
+#include "torch/ops/fast_call.h"
 #include "torch/ops/registry.h"
+#include "torch/policy.h"
 #include "transport/session.h"
 #if defined(EP_LAB)
 #include "cuda/testing/testing.h"
@@ -180,7 +181,7 @@ bool all_on_same_device(PyObject* const* given, Py_ssize_t count) {
   const at::Tensor& seq = THPVariable_Unpack(given[0]);
   return std::all_of(given + 1, given + count, [&](PyObject* each) {
     if (each == Py_None) return true;
-    return THPVariable_CheckExact(each) && eager::is_beside(seq, THPVariable_Unpack(each));
+    return THPVariable_CheckExact(each) && call::is_beside(seq, THPVariable_Unpack(each));
   });
 }
 
@@ -190,22 +191,10 @@ PyObject* on_same_device(PyObject*, PyObject* const* given, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-// The tensor of a buffer, x [T, H], topk_idx [T', K], others: (T, K), or None if they are not all beside the first, or
-// the two are not of two dimensions.
-PyObject* sizes_on_same_device(PyObject*, PyObject* const* given, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  if (count < 3 || given[1] == Py_None || given[2] == Py_None || !all_on_same_device(given, count)) Py_RETURN_NONE;
-  const at::Tensor &x = THPVariable_Unpack(given[1]), &ids = THPVariable_Unpack(given[2]);
-  if (x.dim() != 2 || ids.dim() != 2) Py_RETURN_NONE;
-  return Py_BuildValue("LL", static_cast<long long>(x.size(0)), static_cast<long long>(ids.size(1)));
-  END_HANDLE_TH_ERRORS
-}
-
 PyMethodDef fast_method(const char* name, PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t)) {
   return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), METH_FASTCALL, nullptr};
 }
-PyMethodDef checks[] = {fast_method("on_same_device", &on_same_device),
-                        fast_method("sizes_on_same_device", &sizes_on_same_device)};
+PyMethodDef checks[] = {fast_method("on_same_device", &on_same_device)};
 
 py::object fast_op(const std::string& name, const py::object& usual, bool packed) {
   for (const std::span<fast_call::Op> ops : fast_call::all_ops()) {
@@ -263,7 +252,7 @@ void define_build_info(py::module_& m) {
 // How nccl_ep/ops.py calls the ops, and what Python checks before it does.
 void define_direct_calls(py::module_& m) {
   m.def("fast_op", &fast_op, py::arg("name"), py::arg("usual"), py::arg("packed_results") = false,
-        "The op without torch's parser of arguments (csrc/torch/binding/fast_call.h). usual: torch's way of calling "
+        "The op without torch's parser of arguments (csrc/torch/ops/fast_call.h). usual: torch's way of calling "
         "it. together: "
         "small results share an allocation.");
   m.def("op_names", &op_names, "Of all ops, without their namespace.");
@@ -443,5 +432,5 @@ PYBIND11_MODULE(_C, m) {
 #if defined(EP_WITH_CUDA)
   define_network_probe(m);
 #endif
-  eager::define(m);
+  call::define(m);
 }

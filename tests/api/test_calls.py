@@ -1,4 +1,4 @@
-"""Operations in one call of C++: taken where a call is plain, with the results of the long way, and left elsewhere."""
+"""Operations in one call of C++: modes, subclasses and gradients see the op, and results are the same."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
@@ -14,8 +15,7 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import nccl_ep
-from nccl_ep import deep_ep, functional
-from nccl_ep.deep_ep.v1 import low_latency
+from nccl_ep import deep_ep
 from nccl_ep.handle import DispatchOutput, Handle
 from nccl_ep.testing import ThreadGroup, run_ranks
 
@@ -28,7 +28,7 @@ class Subclass(torch.Tensor):
 
 
 class Watching(TorchFunctionMode):
-    """A mode that wants to see the op: calls go the long way."""
+    """A mode that sees every function of torch, the op of a call among them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,21 +81,6 @@ def same(mine: Any, theirs: Any) -> bool:
     )
 
 
-class Taken:
-    """Counts the calls of ``module.name`` that were not left to the long way."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> None:
-        self.count = 0
-        usual = getattr(module, name)
-
-        def call(*args: Any) -> Any:
-            made = usual(*args)
-            self.count += made is not None
-            return made
-
-        monkeypatch.setattr(module, name, call)
-
-
 DISPATCHES: list[dict[str, Any]] = [
     {}, {"layout": "packed"}, {"layout": "packed", "expert_alignment": 4}, {"layout": "rank_major"},
     {"layout": "flat"}, {"quant": "fp8"}, {"capacity": 2}, {"zero_padding": True}, {"mode": "auto"},
@@ -106,19 +91,14 @@ DISPATCHES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", DISPATCHES, ids=str)
-def test_dispatch_and_combine_are_those_of_the_long_way(
-    buffer: nccl_ep.Buffer, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_results_are_the_same_where_a_mode_sees_the_op(buffer: nccl_ep.Buffer, options: dict[str, Any]) -> None:
     x, ids, weights = inputs()
     how = {"buffer": buffer, "num_experts": E, "zero_padding": True} | options
-    with Watching():
+    with Watching() as mode:
         wanted = nccl_ep.dispatch(x, ids, weights, **how)
-    taken = Taken(monkeypatch, functional, "dispatch_eager")
-    for _ in range(2):
-        out = nccl_ep.dispatch(x, ids, weights, **how)
-        assert same(out, wanted)
-    assert taken.count == 2
-    taken = Taken(monkeypatch, functional, "combine_eager")
+    assert [each for each in mode.seen if "nccl_ep" in each] == [f"nccl_ep.{wanted.handle.mode}_dispatch.default"]
+    out = nccl_ep.dispatch(x, ids, weights, **how)
+    assert same(out, wanted)
     rows = torch.randn(out.x.shape).bfloat16()
     has_expert_rows = out.handle.layout.has_expert_rows
     kinds: list[dict[str, Any]] = [{}, {"weights": None}, {"out": torch.empty(T, H).bfloat16()}]
@@ -128,12 +108,12 @@ def test_dispatch_and_combine_are_those_of_the_long_way(
     elif options.get("layout") == "flat":
         kinds += [{"bias": x}, {"bias": [x, x]}]
     for kind in kinds:
-        with Watching():
+        with Watching() as mode:
             home = nccl_ep.combine(rows, out.handle, **kind)
+        assert any(f"nccl_ep.{out.handle.mode}_combine" in each for each in mode.seen)
         wanted_home = home.clone()
         mine = nccl_ep.combine(rows, out.handle, **kind)
         assert same(mine, wanted_home) and ("out" not in kind or mine is kind["out"])
-    assert taken.count == len(kinds)
 
 
 def deepep_calls(view: deep_ep.Buffer) -> dict[str, Call]:
@@ -201,11 +181,12 @@ def view() -> Iterator[deep_ep.Buffer]:
         yield deep_ep.Buffer.of(made)
 
 
-def test_deepeps_methods_are_those_of_the_long_way(view: deep_ep.Buffer) -> None:
+def test_deepeps_methods_return_the_same_where_a_mode_sees_the_op(view: deep_ep.Buffer) -> None:
     for name, call in deepep_calls(view).items():
         call()
-        with Watching():
+        with Watching() as mode:
             wanted = flat(call())
+        assert any("nccl_ep" in each for each in mode.seen), name
         assert same(call(), wanted), name
 
 
@@ -258,66 +239,147 @@ def test_the_mode_of_a_default_device_is_passed_by(buffer: nccl_ep.Buffer, monke
         pass
 
     x, ids, weights = inputs()
-    taken = Taken(monkeypatch, functional, "dispatch_eager")
+    seen: list[str] = []
+    usual = DeviceContext.__torch_function__
+
+    def note(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        seen.append(str(func))
+        return usual(self, func, types, args, kwargs)
+
+    monkeypatch.setattr(DeviceContext, "__torch_function__", note)
 
     def count() -> int:
-        before = taken.count
+        """Calls of the op that a mode has seen."""
+        seen.clear()
         nccl_ep.dispatch(x, ids, weights, buffer=buffer, num_experts=E)
-        return taken.count - before
+        return len([each for each in seen if "ll_dispatch" in each])
 
-    count()
     torch.set_default_device("cpu")
     try:
         assert type(torch.overrides._get_current_function_mode()) is DeviceContext
-        assert count() == 1
+        assert count() == 0
         with torch.device("cpu"):
-            assert count() == 1
+            assert count() == 0
         for mode in (Watching(), Other("cpu")):
             with mode:
-                assert count() == 0
+                assert count() >= 1
                 with torch.device("cpu"):
-                    assert count() == 0
+                    assert count() >= 1
     finally:
         torch.set_default_device(None)
     names = {each.__name__ for each in torch.utils._device._device_constructors()}
     assert "empty" in names and not {name for name in names if "nccl_ep" in name}
 
 
-def test_what_is_not_plain_takes_the_long_way(buffer: nccl_ep.Buffer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_modes_and_subclasses_are_served(buffer: nccl_ep.Buffer) -> None:
     x, ids, weights = inputs()
-    how: dict[str, Any] = {"buffer": buffer, "num_experts": E}
+    how: dict[str, Any] = {"buffer": buffer, "num_experts": E, "zero_padding": True}
     out = nccl_ep.dispatch(x, ids, weights, **how)
-    taken = Taken(monkeypatch, functional, "dispatch_eager")
-    back = Taken(monkeypatch, functional, "combine_eager")
+    home = nccl_ep.combine(out.x, out.handle)
+    leaf, leaf_weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
+    for x_given, weights_given in ((leaf, weights), (x, leaf_weights)):
+        made = nccl_ep.dispatch(x_given, ids, weights_given, **how)
+        assert made.x.requires_grad and made.weights.requires_grad  # one operation
+        assert nccl_ep.combine(made.x, made.handle).requires_grad
+    rows = out.x.clone().requires_grad_()
+    assert nccl_ep.combine(rows, out.handle).requires_grad
+    with torch.no_grad():
+        assert not nccl_ep.dispatch(leaf, ids, leaf_weights, **how).x.requires_grad
 
     class Dispatches(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[str] = []
+
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.seen.append(str(func))
             return func(*args, **(kwargs or {}))
 
-    leaf = x.clone().requires_grad_()
-    assert nccl_ep.dispatch(leaf, ids, weights, **how).x.requires_grad
-    nccl_ep.dispatch(x, ids, weights.clone().requires_grad_(), **how)
-    nccl_ep.combine(out.x.clone().requires_grad_(), out.handle)
     for mode in (Watching(), Dispatches()):
         with mode:
-            nccl_ep.dispatch(x, ids, weights, **how)
-            nccl_ep.combine(out.x, out.handle)
-    nccl_ep.dispatch(x.as_subclass(Subclass), ids, weights, **how)
-    nccl_ep.dispatch(x, ids, weights, extra=[x[:, :8].contiguous()], **how)
-    nccl_ep.dispatch(x, ids, weights, max_tokens=T + 0, layout="".join(["fl", "at"]), **how)  # new
-    assert taken.count == back.count == 0
-    nccl_ep.dispatch(x, ids, weights, max_tokens=T + 0, layout="".join(["fl", "at"]), **how)
-    with torch.no_grad():
-        nccl_ep.dispatch(leaf, ids, weights, **how)
-    assert taken.count == 2
+            made = nccl_ep.dispatch(x, ids, weights, **how)
+            back = nccl_ep.combine(made.x, made.handle)
+        assert same(made, out) and same(back, home)
+        assert {"nccl_ep.ll_dispatch.default", "nccl_ep.ll_combine.default"} <= set(mode.seen)
+    made = nccl_ep.dispatch(x.as_subclass(Subclass), ids, weights, **how)
+    assert torch.equal(made.x.as_subclass(torch.Tensor), out.x)
+    extra = x[:, :8].contiguous()
+    assert nccl_ep.dispatch(x, ids, weights, extra=[extra], **how).extra[0].shape == (E, T, 8)
+    layout = "".join(["fl", "at"])  # not the string that a module has
+    assert nccl_ep.dispatch(x, ids, weights, layout=layout, max_tokens=T + 0, **how).x.shape == (T, H)
+
+
+def test_a_dispatch_waits_for_what_was_sent(buffer: nccl_ep.Buffer) -> None:
+    x, ids, weights = inputs()
+    how: dict[str, Any] = {"buffer": buffer, "num_experts": E}
     pending = nccl_ep.dispatch_send(x, ids, weights, **how)
     with pytest.raises(nccl_ep.UsageError, match="was sent and has not been received"):
         nccl_ep.dispatch(x, ids, weights, **how)
     del pending  # the next dispatch receives it
-    nccl_ep.dispatch(x, ids, weights, **how)
-    assert taken.count == 2
-    nccl_ep.dispatch(x, ids, weights, **how)
-    assert taken.count == 3
+    before = buffer.stats()["dispatches"]
+    for _ in range(2):
+        nccl_ep.dispatch(x, ids, weights, **how)
+    assert buffer.stats()["dispatches"] == before + 3
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        ({"num_experts": 4.0}, TypeError, "num_experts is 4.0, must be an integer"),
+        ({"num_experts": None}, TypeError, "num_experts is None, must be an integer"),
+        ({"num_experts": 1 << 70}, ValueError, f"num_experts is {1 << 70}, must be "),
+        ({"mode": "LL"}, ValueError, "mode is 'LL', must be one of ll, ht, auto"),
+        (
+            {"layout": ["flat"]},
+            ValueError,
+            r"layout is \['flat'\], must be one of expert_major, packed, rank_major, flat",
+        ),
+        ({"quant": "none"}, ValueError, "quant is 'none', must be one of None, fp8, fp8_rounded, fp8_ue8m0"),
+        ({"capacity": "all"}, ValueError, "capacity is 'all', must be a number, None or \"exact\""),
+        ({"zero_padding": "yes"}, TypeError, "zero_padding is 'yes', must be True or False"),
+        ({"buffer": "b"}, TypeError, "buffer is a str, must be a nccl_ep.Buffer"),
+        ({"x": [1.0]}, TypeError, "x is a list, must be a tensor"),
+        ({"topk_idx": None}, TypeError, "topk_idx is None, must be a tensor"),
+        ({"scales": torch.ones(T, 1, device="meta")}, ValueError, "scales is on meta, the buffer on cpu"),
+    ],
+)
+def test_both_calls_of_a_dispatch_refuse_alike(
+    buffer: nccl_ep.Buffer, given: dict[str, Any], error: type, text: str
+) -> None:
+    x, ids, weights = inputs()
+    how: dict[str, Any] = {"x": x, "topk_idx": ids, "topk_weights": weights, "buffer": buffer, "num_experts": E}
+    for call in (nccl_ep.dispatch, nccl_ep.dispatch_send):
+        with pytest.raises(error, match=text):
+            call(**(how | given))
+        with Watching(), pytest.raises(error, match=text):
+            call(**(how | given))
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        ({"layout": "round"}, ValueError, "layout is 'round', must be one of"),
+        ({"capacity": -1}, ValueError, "capacity is -1, must not be negative"),
+        ({"num_experts": 2.5}, TypeError, r"num_experts is 2\.5, must be an integer"),
+    ],
+)
+def test_a_compiled_call_refuses_with_the_same_words(
+    buffer: nccl_ep.Buffer, given: dict[str, Any], error: type, text: str
+) -> None:
+    x, ids, weights = inputs()
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        return nccl_ep.dispatch(x, ids, weights, buffer=buffer, **({"num_experts": E} | given)).x
+
+    with pytest.raises(error, match=text):
+        torch.compile(layer, backend="eager")(x)
+
+
+def test_numbers_of_other_kinds_are_taken(buffer: nccl_ep.Buffer) -> None:
+    x, ids, weights = inputs()
+    wanted = nccl_ep.dispatch(x, ids, weights, buffer=buffer, num_experts=E, capacity=3, zero_padding=True)
+    given = {"num_experts": np.int64(E), "capacity": np.int32(3), "zero_padding": np.bool_(True), "num_sms": False}
+    assert same(nccl_ep.dispatch(x, ids, weights, buffer=buffer, **given), wanted)
 
 
 def test_errors_of_the_op_are_the_buffers(buffer: nccl_ep.Buffer) -> None:
@@ -352,7 +414,7 @@ def test_a_dispatch_makes_two_allocations(buffer: nccl_ep.Buffer, options: dict[
 
 
 def test_other_ranks_are_out_of_step() -> None:
-    """One rank takes the long way, the other does not: they send the same."""
+    """One rank is under a mode, the other is not: they send the same."""
 
     def body(group: ThreadGroup) -> None:
         with nccl_ep.Buffer.for_shapes(
@@ -402,11 +464,10 @@ def test_a_hook_into_rows_that_want_a_gradient_is_refused(view: deep_ep.Buffer) 
     assert copy.copy(hook) is copy.deepcopy(hook) is hook
 
 
-def test_a_pending_call_runs_once(view: deep_ep.Buffer, monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = Taken(monkeypatch, low_latency, "_dispatch_eager")
+def test_a_pending_call_runs_once(view: deep_ep.Buffer) -> None:
     x, ids, weights = inputs()
     rows, _, handle, event, hook = view.low_latency_dispatch(x, ids, T, E, use_fp8=False, return_recv_hook=True)
-    assert taken.count == 1 and event.event is None
+    assert event.event is None
     with pytest.raises(nccl_ep.UsageError, match="has not been received: call its hook"):
         view.low_latency_combine(rows, ids, weights, handle)
     hook()

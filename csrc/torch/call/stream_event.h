@@ -9,7 +9,7 @@
 
 #include "torch/ops/device.h"
 
-namespace ep::eager {
+namespace ep::call {
 
 // _C.StreamEvent: the end of an operation on a buffer's own stream, with what torch.cuda.Event has to wait for it. Null
 // is an error of Python.
@@ -46,4 +46,4 @@ class CommStream {
   std::optional<c10::Stream> caller_, own_;  // on GPUs, where is_async_
 };
 
-}  // namespace ep::eager
+}  // namespace ep::call

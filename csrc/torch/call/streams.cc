@@ -3,10 +3,10 @@
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 
-#include "torch/binding/eager.h"
-#include "torch/binding/stream_event.h"
+#include "torch/call/given.h"
+#include "torch/call/stream_event.h"
 
-namespace ep::eager {
+namespace ep::call {
 namespace {
 
 using at::Tensor;
@@ -30,8 +30,7 @@ PyObject* call_on_stream(PyObject* const* given, Py_ssize_t count) {
   const Tensor* tensor = count == 3 ? fast_call::plain_tensor(given[0]) : nullptr;
   TORCH_CHECK_TYPE(tensor != nullptr, "not a tensor, the number of a stream and what to call");
   if (tensor->is_cpu()) return PyObject_CallNoArgs(given[2]);
-  int64_t id = 0;
-  TORCH_CHECK_TYPE(is_number(given[1], id), "a ", Py_TYPE(given[1])->tp_name, ", must be the number of a stream");
+  const int64_t id = load_integer("the number of a stream", given[1]);
   if (id == current_stream_of(tensor->device()).id()) return PyObject_CallNoArgs(given[2]);
   const c10::StreamGuard on_stream(c10::Stream(c10::Stream::UNSAFE, tensor->device(), id));
   return PyObject_CallNoArgs(given[2]);
@@ -78,4 +77,4 @@ PyMethodDef methods[] = {method<&current_stream_id>("current_stream_id"), method
 const Added added(methods);
 
 }  // namespace
-}  // namespace ep::eager
+}  // namespace ep::call

@@ -1,5 +1,6 @@
-#include "torch/binding/policy.h"
+#include "torch/policy.h"
 
+#include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <map>
@@ -7,8 +8,9 @@
 #include <utility>
 #include <vector>
 
+#include "runtime/call.h"
 #include "runtime/policy.h"
-#include "torch/binding/load_option.h"
+#include "torch/common/load_option.h"
 #include "torch/ops/arguments.h"
 
 namespace py = pybind11;
@@ -124,9 +126,9 @@ void define_policy(py::module_& m) {
         return default_capacity_of(num_ranks, DispatchConfig::unpack(numbers));
       },
       "Rows that suffice for any routing in which no token names an expert twice.");
+  m.def("auto_is_ht", &auto_is_ht, py::arg("max_tokens"), py::arg("row_bytes"), py::arg("topk"), py::arg("num_ranks"),
+        py::arg("ll_max_tokens") = std::nullopt, "Whether mode=\"auto\" takes high throughput.");
   m.attr("DEFAULT_CAPACITY") = kDefaultCapacity;
-  m.attr("AUTO_LL_SLOTS") = kAutoLlSlots;
-  m.attr("AUTO_LL_TOKENS") = kAutoLlTokens;
   m.def(
       "dtype_code", [](at::ScalarType type) { return static_cast<int>(dtype_of(type)); },
       "A dtype as configs have it.");

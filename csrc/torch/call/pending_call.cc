@@ -1,14 +1,14 @@
-#include "torch/binding/pending_call.h"
-
+// The second half of an operation, which Python calls later.
 #include <memory>
-#include <string_view>
 #include <utility>
 
-namespace ep::eager {
+#include "torch/call/hand_over.h"
+
+namespace ep::call {
 namespace {
 
 struct Callable {
-  PyObject_HEAD std::function<PyObject*()> call;
+  PyObject_HEAD std::function<void()> call;
 };
 
 void destroy(PyObject* self) {
@@ -22,7 +22,8 @@ PyObject* run(PyObject* self, PyObject* args, PyObject* names) {
   HANDLE_TH_ERRORS
   const Py_ssize_t count = PyTuple_GET_SIZE(args) + (names == nullptr ? 0 : PyDict_GET_SIZE(names));
   TORCH_CHECK_TYPE(count == 0, "it takes no arguments, not ", count);
-  return reinterpret_cast<Callable*>(self)->call();
+  reinterpret_cast<Callable*>(self)->call();
+  Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
 
@@ -40,7 +41,7 @@ PyTypeObject* callable_type() {
 
 }  // namespace
 
-PyObject* new_pending_call(std::function<PyObject*()> call) {
+PyObject* new_pending_call(std::function<void()> call) {
   PyTypeObject* const type = callable_type();
   auto* made = type == nullptr ? nullptr : PyObject_New(Callable, type);
   if (made == nullptr) return nullptr;
@@ -48,12 +49,4 @@ PyObject* new_pending_call(std::function<PyObject*()> call) {
   return reinterpret_cast<PyObject*>(made);
 }
 
-PyObject* call_usual_op(const char* name, PyObject* args) {
-  const auto given = py::reinterpret_steal<py::object>(args);
-  if (!given) return nullptr;
-  constexpr std::string_view kNamespace = "nccl_ep::";
-  const py::object ops = py::module_::import("torch").attr("ops").attr("nccl_ep");
-  return PyObject_Call(ops.attr(name + kNamespace.size()).attr("default").ptr(), given.ptr(), nullptr);
-}
-
-}  // namespace ep::eager
+}  // namespace ep::call

@@ -1,4 +1,4 @@
-#include "torch/binding/stream_event.h"
+#include "torch/call/stream_event.h"
 
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -6,7 +6,7 @@
 
 #include <utility>
 
-#include "torch/binding/eager.h"
+#include "torch/call/types.h"
 
 #if defined(EP_WITH_CUDA)
 #include <c10/core/impl/GPUTrace.h>
@@ -14,7 +14,7 @@
 #include <c10/cuda/CUDAStream.h>
 #endif
 
-namespace ep::eager {
+namespace ep::call {
 
 c10::Stream stream_of(PyObject* object) {
   TORCH_CHECK_TYPE(THPStream_Check(object), "a ", Py_TYPE(object)->tp_name, ", must be a stream");
@@ -219,4 +219,4 @@ PyObject* CommStream::overlap(std::initializer_list<PyObject*> objects) const {
   return event ? new_overlap(event.ptr(), kept.ptr()) : nullptr;
 }
 
-}  // namespace ep::eager
+}  // namespace ep::call

@@ -1,4 +1,4 @@
-#include "torch/binding/errors.h"
+#include "torch/common/errors.h"
 
 #include <pybind11/pybind11.h>
 

@@ -1,4 +1,4 @@
-#include "torch/binding/interruption.h"
+#include "torch/common/interruption.h"
 
 #include <pybind11/pybind11.h>
 
