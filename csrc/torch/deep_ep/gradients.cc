@@ -90,8 +90,8 @@ Tensor ll_combine(const Tensor& seq, const Tensor& rows, const Tensor& src_info,
   if (out) written.push_back(*out);
   forget(written);
   if (!wants_gradient(rows, weights)) return run();
-  const CombineGiven given{rows, topk_idx, Weighting::kHome,
-                           routing_of(seq, src_info, topk_idx, num_experts, max_tokens)};
+  const CombineGiven given{
+      rows, topk_idx, {.weighting = Weighting::kHome}, routing_of(seq, src_info, topk_idx, num_experts, max_tokens)};
   Tensor made;
   const std::function<Combined()> combine = [&]() -> Combined {
     made = run();

@@ -123,7 +123,7 @@ struct Combined {
 struct CombineGiven {
   Optional rows;      // that the gradient of weights is made of
   Optional topk_idx;  // with weights of the home rank
-  Weighting weighting;
+  CombineOptions options;
   SavedRouting routing;
 };
 
@@ -141,7 +141,8 @@ struct Combine : torch::autograd::Function<Combine> {
     given.routing.save(
         ctx, {saves_rows ? or_undefined(given.rows) : Tensor(), or_undefined(weights), or_undefined(given.topk_idx)});
     auto& kept = ctx->saved_data;
-    kept["weighting"] = static_cast<int64_t>(given.weighting);
+    const auto options = given.options.pack();
+    kept["options"] = std::vector<int64_t>(options.begin(), options.end());
     kept["has_rows"] = rows.has_value();
     kept["has_values"] = values.has_value();
     kept["has_weights"] = weights.has_value();
@@ -174,9 +175,9 @@ struct Combine : torch::autograd::Function<Combine> {
     Tensor rows, values, weights;
     if (wants_rows || wants_weights) {
       const auto type = static_cast<at::ScalarType>(kept["rows_type"].toInt());
-      const auto weighting = static_cast<Weighting>(kept["weighting"].toInt());
-      Tensor factors = weighting == Weighting::kDispatch ? saved[1] : Tensor(), sent;
-      if (weighting == Weighting::kHome) {
+      const auto options = CombineOptions::unpack(kept["options"].toIntVector().data());
+      Tensor factors = options.weighting == Weighting::kDispatch ? saved[1] : Tensor(), sent;
+      if (options.weighting == Weighting::kHome) {
         std::tie(sent, factors) = routing.dispatch_weighted(of_out, unskipped(saved[1], saved[2], routing));
       } else if (wants_values) {
         std::tie(sent, values) = routing.dispatch_weighted(of_out, of_values);
@@ -186,7 +187,7 @@ struct Combine : torch::autograd::Function<Combine> {
       if (wants_rows) rows = factors.defined() ? weighted(sent, factors, type) : sent.to(type);
       if (wants_weights) {
         weights = dots(saved[0], sent, factors);
-        if (weighting == Weighting::kHome) {
+        if (options.weighting == Weighting::kHome) {
           weights = unskipped(routing.combine_scalars(weights), saved[2], routing);
         }
       }

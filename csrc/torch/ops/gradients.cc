@@ -235,7 +235,7 @@ Tensor ll_combine(const Tensor& seq, const Tensor& rows, const Tensor& handle, c
   };
   if (!wants_gradient(rows, weights, biases)) return run();
   require_weights(weights, c);
-  const CombineGiven given{rows, topk_idx, c.weighting, SavedRouting::of(seq, handle, {}, num_tokens, capacity, c)};
+  const CombineGiven given{rows, topk_idx, c, SavedRouting::of(seq, handle, {}, num_tokens, capacity, c)};
   const Combining combine = [&]() -> Combined { return {run(), {}}; };
   return Combine::apply(Optional(rows), kNone, weights, biases, at::TensorList(), given, combine)[0];
 }
@@ -252,7 +252,7 @@ void ll_combine_out(const Tensor& seq, const Tensor& rows, const Tensor& handle,
   forget(out);
   if (!wants_gradient(rows, weights, biases)) return run();
   require_weights(weights, c);
-  const CombineGiven given{rows, topk_idx, c.weighting, SavedRouting::of(seq, handle, {}, num_tokens, capacity, c)};
+  const CombineGiven given{rows, topk_idx, c, SavedRouting::of(seq, handle, {}, num_tokens, capacity, c)};
   const Combining combine = [&]() -> Combined {
     run();
     return {out, {}};
@@ -274,7 +274,7 @@ Tensor ll_combine_recv(const Tensor& seq, const Tensor& handle, at::TensorList b
   const CombineConfig c = combine_config(config);
   EP_CHECK(carrier.has_value(), "the gradient of a combine in two calls needs the carrier of its rows");
   require_weights(weights, c);
-  const CombineGiven given{rows, topk_idx, c.weighting, SavedRouting::of(seq, handle, {}, num_tokens, capacity, c)};
+  const CombineGiven given{rows, topk_idx, c, SavedRouting::of(seq, handle, {}, num_tokens, capacity, c)};
   const Combining combine = [&]() -> Combined { return {run(), {}}; };
   return Combine::apply(carrier, kNone, weights, biases, at::TensorList(), given, combine)[0];
 }
@@ -286,8 +286,7 @@ Tensor ll_combine_weights(const Tensor& seq, const Tensor& values, const Tensor&
     return torch_ops::ll_combine_weights().call(seq, values, handle, num_tokens, capacity, config);
   };
   if (!wants_gradient(values)) return run();
-  const CombineGiven given{
-      {}, {}, Weighting::kNone, SavedRouting::of(seq, handle, {}, num_tokens, capacity, combine_config(config))};
+  const CombineGiven given{{}, {}, {}, SavedRouting::of(seq, handle, {}, num_tokens, capacity, combine_config(config))};
   const Combining combine = [&]() -> Combined { return {{}, run()}; };
   return Combine::apply(kNone, Optional(values), kNone, at::TensorList(), at::TensorList(), given, combine)[0];
 }
@@ -303,7 +302,7 @@ torch_ops::HtCombined ht_combine(const Tensor& seq, const Optional& rows, const 
   };
   if (!wants_gradient(rows, values, weights, biases)) return run();
   if (rows) require_weights(weights, c);
-  const CombineGiven given{rows, topk_idx, c.weighting, SavedRouting::of(seq, route, slots, num_tokens, capacity, c)};
+  const CombineGiven given{rows, topk_idx, c, SavedRouting::of(seq, route, slots, num_tokens, capacity, c)};
   torch_ops::HtCombined made;
   const Combining combine = [&]() -> Combined {
     made = run();
@@ -327,7 +326,7 @@ void ht_combine_out(const Tensor& seq, const Optional& rows, const Optional& val
   forget(out);
   if (!wants_gradient(rows, weights, biases)) return run();
   require_weights(weights, c);
-  const CombineGiven given{rows, topk_idx, c.weighting, SavedRouting::of(seq, route, slots, num_tokens, capacity, c)};
+  const CombineGiven given{rows, topk_idx, c, SavedRouting::of(seq, route, slots, num_tokens, capacity, c)};
   const Combining combine = [&]() -> Combined {
     run();
     return {out, {}};
