@@ -51,9 +51,9 @@ def combine(
     out_dtype: object,
     wire_dtype: object,
     out: object,
-    num_sms: object,
     /,
-) -> Any: ...
+    *options: object,  # those that are plain numbers: csrc/torch/call/combine.cc
+) -> torch.Tensor: ...
 
 # The received rows (with scales a pair), counts, handle, event, and what receives them (None: they are there).
 def low_latency_dispatch(

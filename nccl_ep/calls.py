@@ -255,14 +255,15 @@ class CombineCall:
         bias: torch.Tensor | Sequence[torch.Tensor] | None,
         out_dtype: torch.dtype | None,
         wire_dtype: torch.dtype | str | None,
-        num_sms: int,
+        *options: float,
     ) -> CombineCall:
+        """options: those that are plain numbers, as csrc/torch/call/combine.cc has them."""
         require_handle(handle)
         if not isinstance(rows, torch.Tensor):
             require_tensors(rows=rows)
         given = weights if isinstance(weights, torch.Tensor) else None
         weighting, numbers = combine_numbers(
-            handle, weights if given is None else True, out_dtype or rows.dtype, wire_dtype, num_sms
+            handle, weights if given is None else True, out_dtype or rows.dtype, wire_dtype, *options
         )
         if weighting == DISPATCH and wants_gradient(rows, handle.weights):
             given = handle.weights  # the gradient needs them; the operation finds them in the handle

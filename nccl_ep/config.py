@@ -112,15 +112,16 @@ def combine_numbers(
     weights: object,
     out_dtype: torch.dtype,
     wire_dtype: object = None,
-    num_sms: int = 0,
+    *options: float,
 ) -> tuple[int, Numbers]:
     """A combine of the rows of ``handle``: how rows are weighted (WEIGHTINGS), and the config for the op.
 
     Args:
         weights: as in ``combine``; True for a tensor.
+        options: those that are plain numbers, as csrc/torch/call/combine.cc has them; the last may be left out.
     """
     made: tuple[int, Numbers] = _of_library(
-        "combine_numbers", (*_routing(handle), weights, out_dtype, wire_dtype, num_sms)
+        "combine_numbers", (*_routing(handle), weights, out_dtype, wire_dtype, *options)
     )
     return made
 
@@ -134,7 +135,7 @@ def _of_library(function: str, given: tuple[Any, ...]) -> Any:
     if not is_dynamo_compiling():
         return getattr(_C, function)(*given)
     made, refused, is_type = _constant(
-        function, *[guard_scalar(each) if isinstance(each, int) else each for each in given]
+        function, *[guard_scalar(each) if isinstance(each, int | float) else each for each in given]
     )
     if refused is not None:
         raise TypeError(refused) if is_type else ValueError(refused)

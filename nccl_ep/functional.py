@@ -169,10 +169,9 @@ def combine(
     if is_dynamo_compiling():
         return CombineCall.of(rows, handle, weights, topk_idx, bias, out_dtype, wire_dtype, num_sms).run(out)
     try:
-        combined: torch.Tensor = _combine(rows, handle, weights, topk_idx, bias, out_dtype, wire_dtype, out, num_sms)
+        return _combine(rows, handle, weights, topk_idx, bias, out_dtype, wire_dtype, out, num_sms)
     except RuntimeError as error:
         raise error_of(buffer_of(handle), error) from error
-    return combined
 
 
 def combine_send(

@@ -5,6 +5,7 @@
 
 #include <array>
 #include <bit>
+#include <cfloat>
 #include <cstdint>
 #include <limits>
 #include <span>

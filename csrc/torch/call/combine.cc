@@ -1,5 +1,7 @@
 // nccl_ep.combine (nccl_ep/functional.py).
+#include <algorithm>
 #include <array>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -52,10 +54,16 @@ Weighting load_weighting(PyObject* object, OutputLayout layout) {
   return weighting_by_dispatch(layout);
 }
 
+// The options that are plain numbers: the last arguments, of which the last may be left out.
+constexpr size_t kMostOptions = 1;
+void load_options(CombineOptions& options, std::span<PyObject* const> given) {
+  if (given.size() > 0) load_option_into<CombineOptions, "num_sms">(options.num_sms, given[0]);
+}
+
 CombineConfig config_of(const RoutingNumbers& routing, Weighting weighting, at::ScalarType out_dtype, DType wire,
-                        PyObject* num_sms) {
+                        std::span<PyObject* const> options) {
   CombineConfig config{routing, {.weighting = weighting, .out_dtype = dtype_of(out_dtype), .wire_dtype = wire}};
-  load_option_into<CombineOptions, "num_sms">(config.num_sms, num_sms);
+  load_options(config, options);
   return config;
 }
 
@@ -69,20 +77,33 @@ RoutingNumbers routing_of(PyObject* handle) {
   return load_routing(fields);
 }
 
-// The numbers of a handle, weights (None or "dispatch"; True: a tensor), out_dtype, wire_dtype, num_sms. Returns the
+// The numbers of a handle, weights (None or "dispatch"; True: a tensor), out_dtype, wire_dtype, options. Returns the
 // weighting and the config for the op.
 PyObject* combine_numbers(PyObject* const* given, Py_ssize_t count) {
-  require_count(count, 9);
+  constexpr Py_ssize_t kFirst = 8;
+  require_count(count, std::clamp<Py_ssize_t>(count, kFirst, kFirst + kMostOptions));
+  const std::span<PyObject* const> options(given + kFirst, given + count);
   const RoutingNumbers routing = load_routing(given);
   const Weighting weighting = given[5] == Py_True ? Weighting::kHome : load_weighting(given[5], routing.layout);
   const at::ScalarType out_dtype = load_dtype("out_dtype", given[6], at::kFloat);
-  const auto config = config_of(routing, weighting, out_dtype, load_wire(given[7], out_dtype), given[8]);
+  const auto config = config_of(routing, weighting, out_dtype, load_wire(given[7], out_dtype), options);
   return tuple_of(number(static_cast<int64_t>(weighting)), tuple_of_numbers(config.pack()));
 }
 
 // ---- The operation
 
-enum Argument : size_t { kRows, kOfHandle, kWeighting, kTopkIds, kBias, kOutDtype, kWireDtype, kOut, kNumSms, kCount };
+enum Argument : size_t {
+  kRows,
+  kOfHandle,
+  kWeighting,
+  kTopkIds,
+  kBias,
+  kOutDtype,
+  kWireDtype,
+  kOut,
+  kOptions,
+  kCount = kOptions + kMostOptions
+};
 
 class Combine {
  public:
@@ -108,8 +129,8 @@ class Combine {
     const Weighting weighting = load_weighting(given_[kWeighting], routing.layout);
     const at::ScalarType out_dtype =
         load_dtype("out_dtype", given_[kOutDtype], THPVariable_Unpack(given_[kRows]).scalar_type());
-    const auto config =
-        config_of(routing, weighting, out_dtype, load_wire(given_[kWireDtype], out_dtype), given_[kNumSms]);
+    const auto config = config_of(routing, weighting, out_dtype, load_wire(given_[kWireDtype], out_dtype),
+                                  {given_ + kOptions, kMostOptions});
     numbers_ = config.pack();
     const Buffer& buffer = Buffer::of_handle(seq, load_integer("handle.num_ranks", field(kNumRanks)));
     load_tensors_of(weighting, seq);
@@ -168,7 +189,7 @@ class Combine {
   std::array<int64_t, CombineConfig::kSize> numbers_{};
 };
 
-// rows, handle, weights, topk_idx, bias, out_dtype, wire_dtype, out, num_sms.
+// rows, handle, weights, topk_idx, bias, out_dtype, wire_dtype, out, options.
 PyObject* combine(PyObject* const* given, Py_ssize_t count) {
   require_count(count, kCount);
   if (!types().handle.is_of(given[kOfHandle])) {
