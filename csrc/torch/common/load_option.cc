@@ -42,7 +42,7 @@ int64_t load_integer(const Option& option, PyObject* given) {
 // A tensor would lose its gradient.
 int64_t load_float(const Option& option, PyObject* given) {
   const double value = THPVariable_Check(given) ? -1.0 : PyFloat_AsDouble(given);
-  if (THPVariable_Check(given) || PyErr_Occurred() != nullptr) refuse_kind(option, given, "a number");
+  if (PyErr_Occurred() != nullptr || THPVariable_Check(given)) refuse_kind(option, given, "a number");
   return to_number(static_cast<float>(value));
 }
 
