@@ -140,6 +140,7 @@ def combine(
     wire_dtype: torch.dtype | str | None = None,
     out: torch.Tensor | None = None,
     num_sms: int = 0,
+    scale: float = 1.0,
 ) -> torch.Tensor:
     """Adds up the experts' rows of every token at its home rank, and returns [T, H]. Collective.
 
@@ -161,15 +162,17 @@ def combine(
         out: [T, H] of ``out_dtype``, written in place.
         num_sms: CUDA: thread blocks to use, as many on all ranks; 0 chooses. High throughput takes all SMs for
             ``wire_dtype`` "fp8" and "logfmt" within one domain.
+        scale: a finite number, with which the sum of a token's rows is multiplied, in float32, before biases are added:
+            the factor of models for their routed experts.
 
     Raises: as ``dispatch``; UsageError also for a handle of another buffer.
 
     Source: NCCL EP's ``ncclEpCombine`` (arXiv 2603.13606), DeepEP's ``low_latency_combine``.
     """
     if is_dynamo_compiling():
-        return CombineCall.of(rows, handle, weights, topk_idx, bias, out_dtype, wire_dtype, num_sms).run(out)
+        return CombineCall.of(rows, handle, weights, topk_idx, bias, out_dtype, wire_dtype, num_sms, scale).run(out)
     try:
-        return _combine(rows, handle, weights, topk_idx, bias, out_dtype, wire_dtype, out, num_sms)
+        return _combine(rows, handle, weights, topk_idx, bias, out_dtype, wire_dtype, out, num_sms, scale)
     except RuntimeError as error:
         raise error_of(buffer_of(handle), error) from error
 
@@ -184,6 +187,7 @@ def combine_send(
     out_dtype: torch.dtype | None = None,
     wire_dtype: torch.dtype | str | None = None,
     num_sms: int = 0,
+    scale: float = 1.0,
     async_finish: bool = False,
     row_signals: torch.Tensor | None = None,
     rows_per_signal: int = 0,
@@ -212,7 +216,7 @@ def combine_send(
     if type(async_finish) is not bool:
         require_bools(async_finish=async_finish)
     of_both = num_sms if row_signals is None else 0  # the receiving half waits for no signal, and has all SMs
-    call = CombineCall.of(rows, handle, weights, topk_idx, bias, out_dtype, wire_dtype, of_both)
+    call = CombineCall.of(rows, handle, weights, topk_idx, bias, out_dtype, wire_dtype, of_both, scale)
     return call.send(async_finish, row_signals, rows_per_signal, signal_threshold, num_sms)
 
 

@@ -104,6 +104,7 @@ void set_combine(Params& p, const ncclEpHandle& handle, const ncclEpCombineInput
   options.num_sms = handle.num_sms(config.num_sms);
   options.rows_per_signal = config.rows_per_signal;
   options.signal_threshold = config.signal_threshold;
+  if (config.scale != 0) options.scale = static_cast<float>(config.scale);
   ep::set_combine(p, handle.output, handle.shape.num_experts, handle.dispatched_tokens, options);
   set_rows(p, inputs);
   set_weights(p, inputs);

@@ -48,6 +48,7 @@ enum class Weighting : int { kNone = 0, kDispatch = 1, kHome = 2 };
   OPTION(DType, out_dtype, DType::kBF16, DType::kBF16, DType::kLogFmt, Modes::kBoth)               \
   OPTION(DType, wire_dtype, DType::kBF16, DType::kBF16, DType::kLogFmt, Modes::kBoth)              \
   OPTION(int, num_sms, 0, 0, INT32_MAX, Modes::kBoth)                                              \
+  OPTION(float, scale, 1, -FLT_MAX, FLT_MAX, Modes::kBoth)                                         \
   OPTION(int64_t, rows_per_signal, 0, 1, kMost, Modes::kLl)                                        \
   OPTION(int, signal_threshold, 0, 1, INT32_MAX, Modes::kLl)
 

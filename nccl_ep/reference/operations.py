@@ -298,13 +298,14 @@ def combine(
     bias: Sequence[Bias] | None = None,
     out_dtype: torch.dtype | None = None,
     wire_dtype: torch.dtype | str | None = None,
+    scale: float = 1.0,
     domain_size: int | None = None,
 ) -> list[Tensor]:
     """What every rank gets when rank r combines rows[r], shaped like results[r].x, in bf16, fp16 or fp32.
 
     weights: "dispatch", None, or (expert layouts) one fp32 [T, K] a rank. topk_idx, with weights given as
     tensors: [T, K] a rank; what names no expert there takes the row out. bias, in flat: a tensor [T, H], a
-    pair of them, or None, a rank. wire_dtype: out_dtype, fp32, "fp8" or "logfmt".
+    pair of them, or None, a rank. wire_dtype: out_dtype, fp32, "fp8" or "logfmt". scale: of the sums of rows.
     domain_size: ranks a domain of the topology, a divisor of R.
     Returns [T, H] a rank, of out_dtype: that of rows, or fp32. Raises ValueError for combinations that combine refuses.
     """
@@ -333,12 +334,8 @@ def combine(
     named = None if topk_idx is None else routing_of(topk_idx, num_experts, max_tokens).view(tokens, topk) >= 0
 
     total = _Sum(tokens, hidden)
-    for rank, entry in enumerate(bias or ()):
-        if entry is not None:
-            pair = [entry] if isinstance(entry, Tensor) else list(entry)
-            for term in pair:
-                total.add(torch.arange(len(term)) + rank * max_tokens, term.to(torch.float32))
-
+    if scale == 1:
+        _add_biases(total, bias, max_tokens)
     domain_size = domain_size or num_ranks
     for first in range(0, num_ranks, domain_size):
         # The only domain sums straight into the result; several leave one rounded row each.
@@ -354,8 +351,19 @@ def combine(
             sent = torch.nonzero(inside.started).reshape(-1)
             total.add(sent, rounded_to_wire(inside.value[sent], wire_dtype))
 
+    if scale != 1:
+        total.value *= torch.tensor(scale, dtype=torch.float32)
+        total.started[:] = True
+        _add_biases(total, bias, max_tokens)
     summed = total.value.to(out_dtype).view(num_ranks, max_tokens, hidden)
     return [summed[rank, : len(given.x)].clone() for rank, given in enumerate(inputs)]
+
+
+def _add_biases(total: _Sum, bias: Sequence[Bias] | None, max_tokens: int) -> None:
+    for rank, entry in enumerate(bias or ()):
+        if entry is not None:
+            for term in [entry] if isinstance(entry, Tensor) else entry:
+                total.add(torch.arange(len(term)) + rank * max_tokens, term.to(torch.float32))
 
 
 def _check_combine(

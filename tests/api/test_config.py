@@ -27,7 +27,9 @@ def test_fields_are_packed_in_the_order_of_the_table() -> None:
     assert config.pack_dispatch({}) == tuple(option.default for option in _C.dispatch_options())
     assert config.pack_dispatch({"zero_padding": True})[names.index("zero_padding")] == 1
     names = [option.name for option in _C.combine_options()]
-    assert config.pack_combine(dict(zip(names, range(len(names)), strict=True))) == tuple(range(len(names)))
+    packed = list(range(len(names)))
+    packed[names.index("scale")] = 0x40200000
+    assert config.pack_combine({**dict(zip(names, packed, strict=True)), "scale": 2.5}) == tuple(packed)
 
 
 def test_a_field_can_be_changed_and_read_by_its_name() -> None:
@@ -46,6 +48,8 @@ def test_an_option_is_described_by_its_kind_its_range_and_its_modes() -> None:
     )  # fmt: skip
     assert (quant.kind, quant.default, quant.least, quant.most) == ("choice", 0, 0, 3)
     assert (signals.kind, signals.default, signals.least, signals.modes) == ("integer", 0, 1, "ll")
+    scale = options.pop("scale")
+    assert (scale.kind, scale.default, scale.modes, scale.number(2.5)) == ("float", 1.0, "both", 0x40200000)
     for option in options.values():
         assert option.number(option.default) == option.default
 

@@ -104,9 +104,14 @@ def _looped_combine(
             partials.append(ref.rounded_to_wire(partial[None], wire)[0])
         if partials and size < case.num_ranks:
             domain_rows.append(ref.rounded_to_wire(_added(partials)[None], wire)[0])
-    terms = [bias[token].float() for bias in biases[source]] if isinstance(biases, list) else []
-    terms += partials if size == case.num_ranks else domain_rows
-    return (_added(terms) if terms else torch.zeros(case.hidden)).to(out_dtype)
+    added = [bias[token].float() for bias in biases[source]] if isinstance(biases, list) else []
+    terms = partials if size == case.num_ranks else domain_rows
+    if case.scale == 1:
+        terms, added = added + terms, []
+    total = _added(terms) if terms else torch.zeros(case.hidden)
+    if case.scale != 1:
+        total = total * torch.tensor(case.scale)
+    return _added([total, *added]).to(out_dtype)
 
 
 def test_the_oracle_agrees_with_plain_loops() -> None:

@@ -93,6 +93,7 @@ class CombineConfig(Struct):
     _fields_ = [
         *HEAD,
         *integers("send_only", "weights", "wire_dtype", "num_sms", "rows_per_signal", "signal_threshold"),
+        ("scale", c.c_double),
     ]
     defaults = {"wire_dtype": -1}
 

@@ -212,7 +212,7 @@ class CaseRun:
         named = {"dispatch": c_api.WEIGHTS_DISPATCH, "none": c_api.WEIGHTS_NONE}
         config = c_api.CombineConfig(
             send_only=self.staged, weights=named.get(case.combine_weights, c_api.WEIGHTS_HOME),
-            wire_dtype=WIRES[case.wire_dtype], num_sms=self.num_sms,
+            wire_dtype=WIRES[case.wire_dtype], num_sms=self.num_sms, scale=case.scale,
         )  # fmt: skip
         outputs = c_api.CombineOutputs(tokens=tensor(result), values=tensor(home_values))
         self.library.Combine(handle, inputs, outputs, config, self.stream())

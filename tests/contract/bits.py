@@ -45,6 +45,14 @@ SUMS: dict[str, dict[str, Any]] = {
     "two_biases": {"layout": "flat", "biases": 2, "out_dtype": torch.float32},
     "wide_wire": {"layout": "packed", "wire_dtype": torch.float32},
     "wide_output": {"layout": "rank_major", "rows_dtype": torch.float16, "out_dtype": torch.float32},
+    "scaled": {"layout": "expert_major", "scale": 2.5},
+    "scaled_with_home_weights": {
+        "layout": "packed",
+        "combine_weights": "tensor",
+        "routing": "duplicates",
+        "scale": 0.1,
+    },
+    "scaled_with_biases": {"layout": "flat", "biases": 2, "rows_content": "few", "scale": -3.0},
 }
 # In each block format. Rows of 144 elements: the last block is short.
 IN_BLOCKS: dict[str, dict[str, Any]] = {
@@ -54,6 +62,7 @@ IN_BLOCKS: dict[str, dict[str, Any]] = {
     "special": {"layout": "flat", "rows_content": "special", "biases": 2},
     "words": {"layout": "rank_major", "rows_content": "words", "rows_dtype": torch.float16},
     "long": {"layout": "flat", "hidden": 2064, "biases": 1},
+    "scaled": {"layout": "flat", "biases": 1, "scale": 2.5},
 }
 SUMS |= {
     f"{wire}_{name}": {**how, "wire_dtype": wire} for wire in reference.WIRE_FORMATS for name, how in IN_BLOCKS.items()

@@ -32,7 +32,7 @@ def as_deepep(case: Case, **changes: Any) -> Case:
     """The case as DeepEP's methods can put it: all the room that there may be, weights given at combine."""
     return dataclasses.replace(
         case, layout="expert_major", capacity=None, capacity_kind="default", scales_dtype=None, expert_alignment=1,
-        zero_padding=False, with_weights=False, out_dtype=None, wire_dtype=None, biases=0,
+        zero_padding=False, with_weights=False, out_dtype=None, wire_dtype=None, biases=0, scale=1.0,
         combine_weights="masked" if case.seed % 2 else "tensor", **changes,
     )  # fmt: skip
 

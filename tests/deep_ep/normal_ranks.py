@@ -97,7 +97,7 @@ class NormalCase:
     """
 
     def __init__(self, case: Case, ids: list[torch.Tensor] | None = None) -> None:
-        self.case = case
+        self.case = case = dataclasses.replace(case, scale=1.0)  # DeepEP has none
         rng = random.Random(f"normal mode {case.seed}")
         self.inputs = case.inputs()
         for given, chosen in zip(self.inputs, ids or [], strict=bool(ids)):

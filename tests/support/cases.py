@@ -33,6 +33,7 @@ CAPACITIES = ("default", "ample", "overflowing")
 COMBINE_WEIGHTS = ("dispatch", "tensor", "masked", "none")
 
 _OUT_OF_RANGE_32 = (-2, -1000, 2**31 - 1, -(2**31))
+SCALES = (1.0, 2.5, 0.1, -3.0)
 _OUT_OF_RANGE_64 = (*_OUT_OF_RANGE_32, 2**32, 2**40 + 1, -(2**63))
 
 # Purposes of random streams, so that no two tensors of a case share one.
@@ -79,6 +80,7 @@ class Case:
     biases: int
     domain_size: int | None
     keep_nan: bool
+    scale: float = 1.0
 
     @property
     def home_bytes(self) -> int:
@@ -126,6 +128,7 @@ class Case:
             "bias": [self._bias(rank) for rank in range(self.num_ranks)] if self.biases else None,
             "out_dtype": self.out_dtype,
             "wire_dtype": self.wire_dtype,
+            "scale": self.scale,
             "domain_size": self.domain_size,
         }
 
@@ -338,6 +341,11 @@ def _narrowed(case: Case, rng: random.Random) -> Case:
     return replace(case, wire_dtype=rng.choice(reference.WIRE_FORMATS))
 
 
+def _scaled(case: Case, rng: random.Random) -> Case:
+    """The case, now and then with a factor of its sums."""
+    return replace(case, scale=rng.choice(SCALES[1:])) if rng.random() < 0.3 else case
+
+
 def generate(seed: int) -> Case:
     """The case of a seed (>= 0)."""
     rng = random.Random(f"nccl_ep case {seed}")
@@ -389,7 +397,8 @@ def generate(seed: int) -> Case:
         **_combine_fields(rng, hidden, layout, num_ranks),
     )
     case = _sharpened(case, random.Random(f"nccl_ep sharp case {seed}"))
-    return _narrowed(case, random.Random(f"nccl_ep narrow case {seed}"))
+    case = _narrowed(case, random.Random(f"nccl_ep narrow case {seed}"))
+    return _scaled(case, random.Random(f"nccl_ep scale case {seed}"))
 
 
 def cases_of(topology: tuple[int, int], count: int, first: int = 0) -> list[Case]:

@@ -16,6 +16,7 @@ from tests.support.cases import (
     ROUTINGS,
     SCALE_DTYPES,
     SCALE_STRIDES,
+    SCALES,
     TOKENS,
     Case,
     show,
@@ -63,6 +64,7 @@ _EXPECTED: dict[str, tuple[object, ...]] = {
     "wire dtype": ("None", "float32", *reference.WIRE_FORMATS),
     "wider wire": (False, True),
     "biases": (0, 1, 2),
+    "scale": SCALES,
     "domains": ("one", "several", "one rank each"),
 }
 
@@ -121,6 +123,7 @@ class Coverage:
             "wire dtype": show(case.wire_dtype),
             "wider wire": wire == torch.float32 and (case.out_dtype or case.rows_dtype) != torch.float32,
             "biases": case.biases,
+            "scale": case.scale,
             "domains": "one" if domain == case.num_ranks else "one rank each" if domain == 1 else "several",
         }
 

@@ -25,6 +25,10 @@ class Sum {
     for (size_t i = 0; i < values.size(); i++) values[i] = has_term_ ? values[i] + term[i] : term[i];
     has_term_ = true;
   }
+  void multiply(float factor) {
+    for (float& value : values) value *= factor;
+    has_term_ = true;
+  }
   bool has_term() const { return has_term_; }
 
   Floats values;
@@ -37,7 +41,8 @@ inline const char* row_at(const void* base, int64_t row, int hidden, DType dtype
   return static_cast<const char*>(base) + row * hidden * size_of(dtype);
 }
 
-// What a token gets at home, in either mode: the biases, then the terms that are added in between, rounded once.
+// What a token gets at home, in either mode: the biases and the terms that are added in between, rounded once. With a
+// scale: the terms, times the scale, and then the biases.
 template <class Params>
 class HomeSum {
  public:
@@ -45,9 +50,13 @@ class HomeSum {
 
   void begin(int token) {
     terms.begin();
-    add_biases(token);
+    if (p_.options.scale == 1.0f) add_biases(token);
   }
-  void store(int token) const {
+  void store(int token) {
+    if (p_.options.scale != 1.0f) {
+      terms.multiply(p_.options.scale);
+      add_biases(token);
+    }
     char* out = const_cast<char*>(row_at(p_.out, token, p_.hidden, p_.options.out_dtype));
     from_floats(p_.options.out_dtype, terms.values.data(), out, p_.hidden);
   }

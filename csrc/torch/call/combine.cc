@@ -55,9 +55,10 @@ Weighting load_weighting(PyObject* object, OutputLayout layout) {
 }
 
 // The options that are plain numbers: the last arguments, of which the last may be left out.
-constexpr size_t kMostOptions = 1;
+constexpr size_t kMostOptions = 2;
 void load_options(CombineOptions& options, std::span<PyObject* const> given) {
   if (given.size() > 0) load_option_into<CombineOptions, "num_sms">(options.num_sms, given[0]);
+  if (given.size() > 1) load_option_into<CombineOptions, "scale">(options.scale, given[1]);
 }
 
 CombineConfig config_of(const RoutingNumbers& routing, Weighting weighting, at::ScalarType out_dtype, DType wire,

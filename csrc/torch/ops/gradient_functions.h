@@ -184,6 +184,7 @@ struct Combine : torch::autograd::Function<Combine> {
       } else {
         sent = routing.dispatch_rows(of_out);
       }
+      if (options.scale != 1.0f) sent = sent.to(at::kFloat).mul(options.scale);
       if (wants_rows) rows = factors.defined() ? weighted(sent, factors, type) : sent.to(type);
       if (wants_weights) {
         weights = dots(saved[0], sent, factors);

@@ -146,7 +146,7 @@ struct PulledRows {
     rows.put(unit, found);
     // A rank that has dropped all rows of the token counts with +0: it is no matter when that is added.
     const bool has_all = __popc(found) == __popcll(route.ranks);
-    nothing.put(unit, has_all && (found != 0 || has_bias(p)) ? kNothingYet : 0.0f);
+    nothing.put(unit, has_all && (found != 0 || begins_with_bias(p)) ? kNothingYet : 0.0f);
     if (kIn != kWire) in_place.put(unit, __ballot_sync(~0u, route.is_in_place));
     tokens.put(unit, token);
     source = route.source;

@@ -402,7 +402,7 @@ struct HomeSums : PulledRows<kIn, kWire, kOut, kLaneCount> {
       if (role.lane == lane) source = reinterpret_cast<const char*>(found);
     }
     rows.put(unit, __ballot_sync(~0u, source != nullptr));
-    nothing.put(unit, count > 0 || has_bias(p) ? kNothingYet : 0.0f);
+    nothing.put(unit, count > 0 || begins_with_bias(p) ? kNothingYet : 0.0f);
     tokens.put(unit, own);
     Base::look_ahead();
     return true;

@@ -173,7 +173,7 @@ __device__ __forceinline__ bool sum_piece(const CombineRole& role, const WarpCon
   float home[1][kCount];
   float(&total)[kCount] = home[0];
   begin_home_sum<kOut>(
-      p, [&] { return place; }, has_terms || has_bias(p) ? kNothingYet : 0.0f, home);
+      p, [&] { return place; }, has_terms || begins_with_bias(p) ? kNothingYet : 0.0f, home);
   if constexpr (kCrossesDomains) {
     if (!add_domains<kIn, kUnweighted>(role, op, sources, choice, unit, lane_index, own, total)) return false;
   } else if constexpr (kUnweighted) {
