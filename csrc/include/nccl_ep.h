@@ -427,7 +427,7 @@ typedef struct {
   int32_t num_sms;          /* the same on all ranks; 0: as the group */
   int32_t rows_per_signal;  /* row_signals: rows of a block */
   int32_t signal_threshold; /* a block is written when its signal is at least this, from 1 on */
-  double scale; /* a token's sum is multiplied by it, in float32, before the biases are added. 0: by nothing */
+  double scale; /* a token's sum is multiplied by it, in float32, before the biases are added. 0 stands for 1 */
 } ncclEpCombineConfig_t;
 #define NCCL_EP_COMBINE_CONFIG_INIT \
   { NCCL_EP_HEAD(ncclEpCombineConfig_t), 0, 0, NCCL_EP_DTYPE_AUTO, 0, 0, 0, 0 }
