@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class _Meeting:
-    """One round of an allgather: as many seats as ranks."""
+    """One round of an allgather: an entry for each rank."""
 
     def __init__(self, size: int) -> None:
         self.texts: list[bytes | None] = [None] * size

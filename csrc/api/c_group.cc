@@ -203,7 +203,7 @@ ncclEpResult_t ncclEpGroupDestroy(ncclEpGroup_t group) {
     remove_live(group, ObjectKind::kGroup);
     const std::unique_ptr<ncclEpGroup> object(group);
     object->state->group->destroy();
-    object->state->blocks.clear();
+    object->state->extents.clear();
   });
 }
 
@@ -249,13 +249,13 @@ ncclEpResult_t ncclEpMemAlloc(ncclEpGroup_t group, void** memory, size_t bytes) 
   return guarded("ncclEpMemAlloc", [&] {
     const std::shared_ptr<GroupState> state = state_of(group);
     EP_CHECK(memory != nullptr, "memory is null");
-    std::shared_ptr<void> block = Arena::take(state->get().arena(), bytes);
-    if (block == nullptr) {
+    std::shared_ptr<void> extent = Arena::take(state->get().arena(), bytes);
+    if (extent == nullptr) {
       const int device = state->config.device;
-      block = {allocate(device, std::max<size_t>(bytes, 1)), [device](void* own) { release(device, own); }};
+      extent = {allocate(device, std::max<size_t>(bytes, 1)), [device](void* own) { release(device, own); }};
     }
-    *memory = block.get();
-    state->blocks[*memory] = std::move(block);
+    *memory = extent.get();
+    state->extents[*memory] = std::move(extent);
   });
 }
 
@@ -264,7 +264,7 @@ ncclEpResult_t ncclEpMemFree(ncclEpGroup_t group, void* memory) {
     const std::shared_ptr<GroupState> state = state_of(group);
     if (memory == nullptr) return;
     state->get();
-    EP_CHECK(state->blocks.erase(memory) == 1, "memory at ", memory, " is not of ncclEpMemAlloc with this group");
+    EP_CHECK(state->extents.erase(memory) == 1, "memory at ", memory, " is not of ncclEpMemAlloc with this group");
   });
 }
 

@@ -21,7 +21,7 @@ struct GroupState {
   pid_t process;
   int ll_max_tokens = 0;  // room of low latency; 0: none
   uint64_t reported_drops = 0;
-  std::map<void*, std::shared_ptr<void>> blocks;  // of ncclEpMemAlloc
+  std::map<void*, std::shared_ptr<void>> extents;  // of ncclEpMemAlloc
 
   // How the ranks find one another once more, within so many seconds.
   using Rendezvous = std::function<std::unique_ptr<Bootstrap>(double seconds)>;

@@ -31,7 +31,7 @@ enum class Bug : int {
   kSkippedWait,
   kEarlySource,
   kSkippedChunk,
-  kEarlyPart,
+  kEarlySlice,
   kLateChunks,
   kUncountedPosts,
   kNumBugs,

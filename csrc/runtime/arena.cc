@@ -15,10 +15,10 @@ std::shared_ptr<void> Arena::take(const std::shared_ptr<Arena>& arena, uint64_t 
   if (arena == nullptr || bytes > arena->bytes_) return nullptr;
   const uint64_t size = align_up<uint64_t>(std::max<uint64_t>(bytes, 1), kArenaAlignment);
   std::lock_guard lock(arena->mutex_);
-  for (auto block = arena->free_.begin(); block != arena->free_.end(); ++block) {
-    const auto [start, room] = *block;
+  for (auto extent = arena->free_.begin(); extent != arena->free_.end(); ++extent) {
+    const auto [start, room] = *extent;
     if (room < size) continue;
-    arena->free_.erase(block);
+    arena->free_.erase(extent);
     if (room > size) arena->free_[start + size] = room - size;
     return {arena->base_ + start, [arena, start = start, size](void*) { arena->give_back(start, size); }};
   }

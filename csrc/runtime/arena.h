@@ -1,4 +1,4 @@
-// The part of a window in which tensors lie that other ranks write to, or read, where they are. Blocks are cut first
+// The part of a window in which tensors lie that other ranks write to, or read, where they are. Extents are cut first
 // fit: a tensor each on the CPU; on a GPU they are the segments of torch's own allocator (csrc/torch/ops/arena_pool.h).
 #pragma once
 
@@ -13,10 +13,10 @@ namespace ep {
 
 class Arena {
  public:
-  // `owner` keeps the memory for as long as a block lives, the buffer's end or not.
+  // `owner` keeps the memory for as long as an extent lives, the buffer's end or not.
   Arena(char* base, Offset offset, uint64_t bytes, std::shared_ptr<void> owner);
 
-  // A block of at least `bytes`, free when its last user lets go; null if there is no room.
+  // An extent of at least `bytes`, free when its last user lets go; null if there is no room.
   static std::shared_ptr<void> take(const std::shared_ptr<Arena>& arena, uint64_t bytes);
   // Where in the window [data, data + bytes) lies, or kNoOffset.
   Offset offset_of(const void* data, uint64_t bytes) const;

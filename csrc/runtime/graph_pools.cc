@@ -6,30 +6,30 @@ namespace ep {
 
 void* ArenaSegments::take(uint64_t bytes) {
   std::lock_guard lock(mutex_);
-  Block block = lent_ != nullptr && bytes <= lent_bytes_ ? std::move(lent_) : Arena::take(arena_, bytes);
-  void* data = block.get();
-  if (data != nullptr) blocks_[data] = std::move(block);
+  Extent extent = lent_ != nullptr && bytes <= lent_bytes_ ? std::move(lent_) : Arena::take(arena_, bytes);
+  void* data = extent.get();
+  if (data != nullptr) extents_[data] = std::move(extent);
   return data;
 }
 
 void ArenaSegments::give_back(void* data) {
-  Block block;  // freed without the lock: it may be another allocator's
+  Extent extent;  // freed without the lock: it may be another allocator's
   std::lock_guard lock(mutex_);
-  const auto found = blocks_.find(data);
-  if (found == blocks_.end()) return;
-  block = std::move(found->second);
-  blocks_.erase(found);
+  const auto found = extents_.find(data);
+  if (found == extents_.end()) return;
+  extent = std::move(found->second);
+  extents_.erase(found);
 }
 
-void ArenaSegments::lend(Block block, uint64_t bytes) {
+void ArenaSegments::lend(Extent extent, uint64_t bytes) {
   std::lock_guard lock(mutex_);
-  lent_.swap(block);
+  lent_.swap(extent);
   lent_bytes_ = bytes;
 }
 
 bool ArenaSegments::is_empty() const {
   std::lock_guard lock(mutex_);
-  return blocks_.empty();
+  return extents_.empty();
 }
 
 void GraphPools::Graph::close() {

@@ -13,24 +13,24 @@
 
 namespace ep {
 
-// Parts of an arena, from which an allocator cuts blocks.
+// Parts of an arena, from which an allocator cuts extents.
 class ArenaSegments {
  public:
-  using Block = std::shared_ptr<void>;
+  using Extent = std::shared_ptr<void>;
 
   explicit ArenaSegments(std::shared_ptr<Arena> arena) : arena_(std::move(arena)) {}
 
   void* take(uint64_t bytes);  // null: no room
   void give_back(void* data);
   // What the next take() of no more bytes gets, before the arena is asked. Null: nothing.
-  void lend(Block block, uint64_t bytes);
+  void lend(Extent extent, uint64_t bytes);
   bool is_empty() const;  // all that was taken is back
 
  private:
   const std::shared_ptr<Arena> arena_;
   mutable std::mutex mutex_;
-  std::map<void*, Block> blocks_;
-  Block lent_;
+  std::map<void*, Extent> extents_;
+  Extent lent_;
   uint64_t lent_bytes_ = 0;
 };
 

@@ -15,8 +15,8 @@ from nccl_ep.testing import ThreadGroup, run_ranks
 from tests.gpu.delays import COMBINE, DISPATCH
 from tests.gpu.ranks import wide_case
 from tests.network.test_emulated_network import (
-    PARTS,
     PHASES,
+    SLICES,
     check_chains,
     check_one_buffer,
     check_the_dead_are_named,
@@ -56,7 +56,7 @@ def test_sums_in_fewer_bytes_have_the_oracles_bits(wire: Any) -> None:
         check_case(plain_case(4, **how, **way), staged=number == 1, network_seed=11 + number, **MESH)
 
 
-@pytest.mark.parametrize("plan", ["", PARTS], ids=["plain", "parts"])
+@pytest.mark.parametrize("plan", ["", SLICES], ids=["plain", "slices"])
 def test_one_buffer_serves_many_cases(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks may be a call ahead of others, and what their calls leave behind lies in the way of the next."""
     if plan:
@@ -111,7 +111,7 @@ BUGS = {
     "skipped_wait": DISPATCH | COMBINE,
     "early_source": COMBINE,
     "skipped_chunk": DISPATCH | COMBINE,
-    "early_part": DISPATCH | COMBINE,
+    "early_slice": DISPATCH | COMBINE,
 }
 TWO_NODES: dict[str, Any] = {"ranks": 4, "domain_size": 2, **MESH}
 
@@ -121,8 +121,8 @@ TWO_NODES: dict[str, Any] = {"ranks": 4, "domain_size": 2, **MESH}
 )
 def test_planted_bugs_are_found(bug: str, kind: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_EP_EMULATOR_SMS", "3")
-    if bug == "early_part":
-        monkeypatch.setenv("EP_PLAN_R", PARTS)
+    if bug == "early_slice":
+        monkeypatch.setenv("EP_PLAN_R", SLICES)
     found = search([bug], kind, seed=11, **TWO_NODES)
     print(f"{bug}: {found}")
     assert found, f"{bug}: not noticed"

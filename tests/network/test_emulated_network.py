@@ -36,7 +36,7 @@ CHAIN_RUNS = 2  # and one to finish; an odd number of operations each, so that b
 LIMIT = 1200.0  # seconds for the ranks of a long test: emulated GPUs are slow, and the machine may be busy
 LAYOUTS = ("expert_major", "packed", "rank_major", "flat")
 # Of a channel, and blocks that send, forward and add up: with few SMs the plan has one of each. None divides another.
-PARTS = "3,4,5,4"
+SLICES = "3,4,5,4"
 
 
 def name_of(topology: tuple[int, int]) -> str:
@@ -121,12 +121,12 @@ def test_chains_are_right_under_delays(topology: tuple[int, int], seed: int) -> 
 # ---- Blocks share the rows of a channel
 
 
-@pytest.fixture(name="parts")
+@pytest.fixture(name="slices")
 def _parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EP_PLAN_R", PARTS)
+    monkeypatch.setenv("EP_PLAN_R", SLICES)
 
 
-@pytest.mark.usefixtures("parts")
+@pytest.mark.usefixtures("slices")
 @pytest.mark.parametrize("topology", [(2, 1), (2, 2), (3, 2)], ids=name_of)
 def test_parts_of_a_channel_give_the_oracles_bits(topology: tuple[int, int]) -> None:
     """Fewer pieces than blocks, more of them, and shares that are empty."""
@@ -136,7 +136,7 @@ def test_parts_of_a_channel_give_the_oracles_bits(topology: tuple[int, int]) -> 
     check_case(case, network_seed=13)
 
 
-@pytest.mark.usefixtures("parts")
+@pytest.mark.usefixtures("slices")
 def test_chains_of_parts_are_right_under_delays() -> None:
     check_chains(3, 1, domain_size=2)
 
@@ -259,7 +259,7 @@ BUGS = {
     "skipped_wait": DISPATCH | COMBINE,
     "early_source": DISPATCH | COMBINE,
     "skipped_chunk": DISPATCH | COMBINE,
-    "early_part": DISPATCH | COMBINE,
+    "early_slice": DISPATCH | COMBINE,
 }
 
 
@@ -293,8 +293,8 @@ def search(
 )
 def test_planted_bugs_are_found(bug: str, kind: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_EP_EMULATOR_SMS", "3")
-    if bug == "early_part":
-        monkeypatch.setenv("EP_PLAN_R", PARTS)
+    if bug == "early_slice":
+        monkeypatch.setenv("EP_PLAN_R", SLICES)
     found = search([bug], kind, seed=11)
     print(f"{bug}: {found}")
     assert found, f"{bug}: not noticed in {RUNS} runs"
@@ -304,6 +304,6 @@ def test_the_search_finds_nothing_without_a_bug() -> None:
     assert not search([], DISPATCH | COMBINE, seed=11)
 
 
-@pytest.mark.usefixtures("parts")
+@pytest.mark.usefixtures("slices")
 def test_the_search_of_parts_finds_nothing_without_a_bug() -> None:
     assert not search([], DISPATCH | COMBINE, seed=11)

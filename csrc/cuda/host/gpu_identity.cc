@@ -23,26 +23,26 @@ bool may_share_gpus() {
 }  // namespace
 
 GpuIdentity own_gpu_identity(int device) {
-  GpuIdentity seat{};
+  GpuIdentity identity{};
   cudaDeviceProp properties;
   EP_CUDA(cudaGetDeviceProperties(&properties, device));
-  EP_CUDA(cudaDeviceGetPCIBusId(seat.address, sizeof seat.address, device));
-  std::memcpy(seat.gpu, properties.uuid.bytes, sizeof seat.gpu);
-  seat.process = own_process();
-  return seat;
+  EP_CUDA(cudaDeviceGetPCIBusId(identity.address, sizeof identity.address, device));
+  std::memcpy(identity.gpu, properties.uuid.bytes, sizeof identity.gpu);
+  identity.process = own_process();
+  return identity;
 }
 
 bool is_world_on_one_gpu(Bootstrap& bootstrap, const GpuIdentity& mine) {
-  const auto seats = gather(bootstrap, mine, "its GPU");
-  const bool is_one = std::all_of(seats.begin(), seats.end(), [&](const GpuIdentity& seat) {
-    return same_gpu(seat, seats[0]) && seat.process == seats[0].process;
+  const auto identities = gather(bootstrap, mine, "its GPU");
+  const bool is_one = std::all_of(identities.begin(), identities.end(), [&](const GpuIdentity& identity) {
+    return same_gpu(identity, identities[0]) && identity.process == identities[0].process;
   });
   if (is_one) return true;
-  for (size_t r = 0; r < seats.size(); r++) {
+  for (size_t r = 0; r < identities.size(); r++) {
     for (size_t s = 0; s < r; s++) {
-      if (!same_gpu(seats[r], seats[s])) continue;
-      if (seats[r].process == seats[s].process || !may_share_gpus()) {
-        raise(ErrorKind::kInvalidUsage, "ranks ", s, " and ", r, " use the same GPU, ", seats[r].address,
+      if (!same_gpu(identities[r], identities[s])) continue;
+      if (identities[r].process == identities[s].process || !may_share_gpus()) {
+        raise(ErrorKind::kInvalidUsage, "ranks ", s, " and ", r, " use the same GPU, ", identities[r].address,
               ": give every rank its own (in torch, torch.cuda.set_device(local_rank) before the buffer is made)");
       }
     }

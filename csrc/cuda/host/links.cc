@@ -88,7 +88,7 @@ LinkedLaunch<Params> Links::launch_of(const Params& params, int tokens, const Ar
   rail.send_blocks = blocks.send_blocks;
   rail.forward_blocks = blocks.forward_blocks;
   rail.sum_blocks = blocks.sum_blocks;
-  rail.share_channels(blocks.parts);
+  rail.share_channels(blocks.slices);
 
   const int others = arch.num_sms - blocks.blocks();
   bool is_made = false;

@@ -62,8 +62,8 @@ void join_network(Bootstrap& bootstrap, const Topology& topology, const Window& 
 }
 
 void make_window(Bootstrap& bootstrap, Memory& memory, const Topology& topology, uint64_t bytes,
-                 const GpuIdentity& seat, const GroupConfig& config) {
-  const bool is_on_one_gpu = is_world_on_one_gpu(bootstrap, seat);
+                 const GpuIdentity& identity, const GroupConfig& config) {
+  const bool is_on_one_gpu = is_world_on_one_gpu(bootstrap, identity);
   if (bootstrap.num_ranks() == 1) {
     EP_CUDA(cudaMalloc(reinterpret_cast<void**>(&memory.own_window), bytes));
     memory.peers = {memory.own_window, bytes, 0};
@@ -81,17 +81,17 @@ std::unique_ptr<Memory> set_up(Bootstrap& bootstrap, const Topology& topology, c
                                const GroupConfig& config) {
   check_domains(topology, config);
   int device = config.device_index;
-  GpuIdentity seat{};
+  GpuIdentity identity{};
   std::optional<DeviceGuard> guard;
   std::unique_ptr<Memory> memory;
   on_all_ranks(bootstrap, [&] {
     if (device < 0) EP_CUDA(cudaGetDevice(&device));
     guard.emplace(device);
-    seat = own_gpu_identity(device);
+    identity = own_gpu_identity(device);
     load_kernels(config.masks_late_ranks);
     memory = make_memory(device, config.timeout_seconds, window.ht.message_words);
   });
-  make_window(bootstrap, *memory, topology, window.bytes, seat, config);
+  make_window(bootstrap, *memory, topology, window.bytes, identity, config);
   if (topology.num_domains() > 1) join_network(bootstrap, topology, window, config, *memory);
   // No rank writes into a window before its owner has cleaned it.
   on_all_ranks(bootstrap, [&] {

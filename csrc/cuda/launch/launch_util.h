@@ -56,12 +56,12 @@ inline LlPlan tuned([[maybe_unused]] const char* variable, LlPlan plan) {
 #endif
   return plan;
 }
-// Its blocks of the rail: "parts,send_blocks,forward_blocks,sum_blocks", the last for operations that have any.
+// Its blocks of the rail: "slices,send_blocks,forward_blocks,sum_blocks", the last for operations that have any.
 inline RailPlan tuned([[maybe_unused]] const char* variable, RailPlan plan) {
 #if defined(EP_LAB)
   if (const char* text = std::getenv(variable)) {
     int sum_blocks = plan.sum_blocks;
-    std::sscanf(text, "%d,%d,%d,%d", &plan.parts, &plan.send_blocks, &plan.forward_blocks, &sum_blocks);
+    std::sscanf(text, "%d,%d,%d,%d", &plan.slices, &plan.send_blocks, &plan.forward_blocks, &sum_blocks);
     if (plan.sum_blocks > 0) plan.sum_blocks = sum_blocks;
   }
 #endif

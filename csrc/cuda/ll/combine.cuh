@@ -31,9 +31,9 @@ __device__ __forceinline__ void combine(const LlArgs<LlCombineParams>& args, Blo
     is_sender = role.is_sender();
     is_receiver = role.is_receiver();
     if (is_sender) {
-      sender.aim_first(role);
+      sender.locate_first(role);
     } else if (is_receiver) {
-      receiver.aim_first(role);
+      receiver.locate_first(role);
     }
   }
   ptx::wait_for_prerequisites();

@@ -48,7 +48,7 @@ struct HtRailCounters {
 
 // How many parts of a row channel of a link are done (LlRail::parts), for the last one to send the rows. Each operation
 // counts from `none_of` its epoch, so that nothing need be cleared, whatever an operation before has left behind.
-struct RailPartCounters {
+struct RailSliceCounters {
   alignas(128) unsigned long long done[kMaxCudaRanks * kRowChannels];
 
   EP_HD static unsigned long long none_of(uint64_t epoch) { return static_cast<unsigned long long>(epoch) << 16; }
@@ -100,7 +100,7 @@ struct DeviceState {
   uint64_t ht_staged[kNumKinds];  // calls that copied for want of a place in the arena
   Failure* failure;               // pinned host memory, so that the host learns of it while the GPU is busy
   HtRailCounters ht_rail_counters[kNumKinds][2];
-  RailPartCounters rail_parts[kNumKinds];
+  RailSliceCounters rail_slices[kNumKinds];
   FarMasks far_masks;
 };
 

@@ -36,7 +36,7 @@ constexpr NamedBug kNamedBugs[] = {
     {"skipped_wait", testing::Bug::kSkippedWait},
     {"early_source", testing::Bug::kEarlySource},
     {"skipped_chunk", testing::Bug::kSkippedChunk},
-    {"early_part", testing::Bug::kEarlyPart},
+    {"early_slice", testing::Bug::kEarlySlice},
     {"late_chunks", testing::Bug::kLateChunks},
     {"uncounted_posts", testing::Bug::kUncountedPosts},
 };

@@ -16,7 +16,7 @@ namespace ep {
 
 constexpr int kHtMaxParts = 8;             // tensors that one dispatch moves, scales included
 constexpr Offset kNoOffset = ~0ull;        // of a tensor that is not in the arena
-constexpr uint64_t kArenaAlignment = 512;  // of its blocks, as torch's allocator aligns
+constexpr uint64_t kArenaAlignment = 512;  // of its extents, as torch's allocator aligns
 
 // Words of 64 bits that only grow, one for each (signal, source rank): the source stores the epoch of its operation of
 // that kind. Signals to ranks of other domains follow puts, the others follow stores.

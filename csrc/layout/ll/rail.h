@@ -28,9 +28,9 @@ struct LlRail {
   // Blocks of a launch: those of the rail that send, those that forward, and the others, amid which, behind the first
   // `sums_at`, lie those that add up the domain for home ranks elsewhere (combine).
   int send_blocks = 0, forward_blocks = 0, sums_at = 0, sum_blocks = 0;
-  int parts = 1;  // of a channel of a link: so many blocks can share the work
+  int slices = 1;  // of a channel of a link: so many blocks can share the work
   // A block divides before its first rows can leave.
-  Divisor by_others, by_parts, by_row_channels;
+  Divisor by_others, by_slices, by_row_channels;
   bool adds_rows = false;    // combine: what crosses is added up where the rows lie; else it lies in the window before
   bool places_rows = false;  // dispatch: what has crossed is placed from where it came; else from slots of the window
   uint64_t record_bytes = 0, rows_bytes = 0;  // of a link's part of a region
@@ -58,16 +58,16 @@ struct LlRail {
 
   // ---- Channels
   EP_HD int channels() const { return 1 + row_channels; }
-  // Units of work: the parts of the channels to, or from, all links. First come those of the records.
-  EP_HD int units() const { return others() * channels() * parts; }
-  EP_HD int record_units() const { return others() * parts; }
+  // Units of work: the slices of the channels to, or from, all links. First come those of the records.
+  EP_HD int units() const { return others() * channels() * slices; }
+  EP_HD int record_units() const { return others() * slices; }
   // Tokens of a row channel; the last ones may have fewer, or none. `tokens`: of the rank whose tokens they are.
   EP_HD int share(int tokens) const {
     return tokens > row_channels ? by_row_channels.divide(tokens + row_channels - 1) : 1;
   }
-  void share_channels(int a_parts) {
-    parts = a_parts;
-    by_parts = Divisor::of(parts);
+  void share_channels(int a_slices) {
+    slices = a_slices;
+    by_slices = Divisor::of(slices);
   }
 
   EP_HD Offset own_record(int bank, int a_link) const {

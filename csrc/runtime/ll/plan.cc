@@ -9,9 +9,9 @@ namespace {
 
 // Up to so many, what counts is how soon the first rows leave.
 constexpr int kFewTokens = 48;
-constexpr int kFewPieces = 48 * 28;          // of combine, 256 numbers each
-constexpr int kFewBlocks = 48;               // below, what counts is how much a sending block has under way
-constexpr int kPartBytes = 32 * kStepBytes;  // of a row channel of a link: what keeps the warps of a block busy
+constexpr int kFewPieces = 48 * 28;           // of combine, 256 numbers each
+constexpr int kFewBlocks = 48;                // below, what counts is how much a sending block has under way
+constexpr int kSliceBytes = 32 * kStepBytes;  // of a row channel of a link: what keeps the warps of a block busy
 
 // Blocks that only send, the lowest ones: a quarter fills the links, the rest have the copying to do.
 int sender_share(int blocks, int share_of_132) { return std::clamp((blocks * share_of_132 + 66) / 132, 1, blocks - 1); }
@@ -26,11 +26,11 @@ RailPlan plan_rail(const RailSizes& sizes, const Arch& arch) {
   const int64_t share_bytes = static_cast<int64_t>(ceil_div(sizes.num_tokens, sizes.row_channels)) * sizes.row_bytes;
   RailPlan plan;
   if (sizes.shares_work()) {
-    const auto most_parts = static_cast<int>(std::clamp<int64_t>(share_bytes / kPartBytes, 1, most));
-    plan.parts = std::clamp(most / (sizes.others + shares), 1, most_parts);
+    const auto most_slices = static_cast<int>(std::clamp<int64_t>(share_bytes / kSliceBytes, 1, most));
+    plan.slices = std::clamp(most / (sizes.others + shares), 1, most_slices);
   }
   // More blocks than units of work have nothing to do. A rank's own record is one unit.
-  const int row_units = shares * plan.parts, record_units = sizes.others * plan.parts;
+  const int row_units = shares * plan.slices, record_units = sizes.others * plan.slices;
   if (sizes.sends_rows) plan.send_blocks = std::min(1 + row_units, most);
   const int forward_units = sizes.forwards_routing ? record_units : sizes.others;
   plan.forward_blocks = std::min(forward_units + (sizes.forwards_rows ? row_units : 0), most);
@@ -93,7 +93,7 @@ std::string describe(const LlPlan& plan) {
 
 std::string describe(const RailPlan& plan) {
   return concat("for links ", plan.send_blocks, " blocks send, ", plan.forward_blocks, " forward, ", plan.sum_blocks,
-                " add up; parts of a channel: ", plan.parts);
+                " add up; slices of a channel: ", plan.slices);
 }
 
 }  // namespace ep

@@ -15,7 +15,7 @@ constexpr int kLaneBytes = 16;
 constexpr int kStepBytes = 32 * kLaneBytes;  // what a warp moves with one instruction
 
 // In dispatch, warps are numbered across blocks: warp w of block b is worker w * blocks + b of its role. The last warp
-// of block 0 greets the other ranks and listens to them before it does anything else.
+// of block 0 exchanges op headers with the other ranks before it does anything else.
 struct LlPlan {
   int blocks = 1;
   int warps = 2;          // of a block
@@ -50,7 +50,7 @@ struct LlCombineSizes {
 // Blocks of an operation between domains that are for the network (LlRail).
 struct RailPlan {
   int send_blocks = 1, forward_blocks = 1, sum_blocks = 0;
-  int parts = 1;  // LlRail
+  int slices = 1;  // LlRail
 
   EP_HD int blocks() const { return send_blocks + forward_blocks + sum_blocks; }
 };

@@ -197,9 +197,9 @@ class CudaArenaPool : public ArenaPool {
         // torch knows blocks by their addresses, of which the first that is cut from this must not have the same.
         void* whole = allocator::raw_alloc_with_stream(kArenaAlignment + bytes, stream);
         char* data = static_cast<char*>(whole) + kArenaAlignment;
-        const ArenaSegments::Block block(data, [whole](void*) { allocator::raw_delete(whole); });
+        const ArenaSegments::Extent extent(data, [whole](void*) { allocator::raw_delete(whole); });
         if (arena_->offset_of(data, bytes) == kNoOffset) return false;
-        to.lend(block, bytes);
+        to.lend(extent, bytes);
         return true;
       } catch (const ArenaIsFull&) {
         continue;

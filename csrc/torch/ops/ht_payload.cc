@@ -19,12 +19,12 @@ HtPart part_of(const Tensor& x) {
 }
 
 // Its storage may be resized, as frameworks do to free activations: then it is torch's own memory.
-Tensor tensor_in(std::shared_ptr<void> block, at::IntArrayRef sizes, at::ScalarType type) {
-  using Block = std::shared_ptr<void>;
+Tensor tensor_in(std::shared_ptr<void> extent, at::IntArrayRef sizes, at::ScalarType type) {
+  using Extent = std::shared_ptr<void>;
   const size_t bytes = c10::multiply_integers(sizes) * at::elementSize(type);
-  void* data = block.get();
+  void* data = extent.get();
   at::DataPtr owner(
-      data, new Block(std::move(block)), [](void* kept) { delete static_cast<Block*>(kept); }, at::kCPU);
+      data, new Extent(std::move(extent)), [](void* kept) { delete static_cast<Extent*>(kept); }, at::kCPU);
   c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, std::move(owner), c10::GetAllocator(at::kCPU),
                        /*resizable=*/true);
   Tensor made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU),
@@ -44,9 +44,9 @@ Tensor arena_tensor(Registered& registered, at::IntArrayRef sizes, at::ScalarTyp
   }
   if (elements > 0 && device.is_cuda() && registered.pool() != nullptr) return registered.pool()->empty(sizes, type);
   if (elements == 0 || !device.is_cpu()) return new_tensor(sizes, type, device);
-  std::shared_ptr<void> block = Arena::take(registered.group->arena(), elements * at::elementSize(type));
-  if (block == nullptr) return new_tensor(sizes, type, device);
-  return tensor_in(std::move(block), sizes, type);
+  std::shared_ptr<void> extent = Arena::take(registered.group->arena(), elements * at::elementSize(type));
+  if (extent == nullptr) return new_tensor(sizes, type, device);
+  return tensor_in(std::move(extent), sizes, type);
 }
 
 HtHandleShape ht_handle_shape(const OutputShape& output, const Group& group, int64_t num_tokens, int64_t num_slots) {

@@ -44,7 +44,7 @@ TEST_F(Segments, WhatIsLentIsTakenFirstAndReturnsToItsLender) {
   int returned = 0;
   char lent[4];
   const auto lend = [&](uint64_t bytes) {
-    segments_.lend(ArenaSegments::Block(lent, [&](void*) { returned++; }), bytes);
+    segments_.lend(ArenaSegments::Extent(lent, [&](void*) { returned++; }), bytes);
   };
   lend(kUnit);
   EXPECT_EQ(segments_.take(kUnit + 1), nullptr) << "it is larger than what was lent";
@@ -62,7 +62,7 @@ TEST_F(Segments, WhatIsLentIsTakenFirstAndReturnsToItsLender) {
 
 TEST_F(Segments, ALenderMayBeAskedMeanwhile) {
   // As torch's allocator may free its block, whose lock it holds, and ask for another.
-  segments_.lend(ArenaSegments::Block(memory_.data(), [&](void*) { EXPECT_NE(segments_.take(kUnit), nullptr); }), 1);
+  segments_.lend(ArenaSegments::Extent(memory_.data(), [&](void*) { EXPECT_NE(segments_.take(kUnit), nullptr); }), 1);
   ASSERT_EQ(segments_.take(1), memory_.data());
   segments_.give_back(memory_.data());
   EXPECT_EQ(free_units(), 7u);

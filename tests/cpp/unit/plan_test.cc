@@ -75,7 +75,7 @@ TEST(Plan, IsPrinted) {
             "32 blocks of 28 warps: in blocks [0, 10) 8 warps move rows; chunks: 16, pieces of a unit: 0");
   RailPlan links = plan_rail({.others = 1, .row_channels = 8, .num_tokens = 128, .row_bytes = 14336}, sm_90());
   links.sum_blocks = 3;
-  EXPECT_EQ(describe(links), "for links 1 blocks send, 1 forward, 3 add up; parts of a channel: 1");
+  EXPECT_EQ(describe(links), "for links 1 blocks send, 1 forward, 3 add up; slices of a channel: 1");
 }
 
 // Of a GPU with less shared memory a block has fewer workers; it always has one.

@@ -198,18 +198,18 @@ TEST(Rail, BlocksAreFewAndNeverNone) {
         EXPECT_GE(plan.sum_blocks, 1);
         const int most = std::max(num_sms * 2 / 7, 1);
         EXPECT_LE(std::max({plan.send_blocks, plan.forward_blocks, plan.sum_blocks}), most);
-        EXPECT_GE(plan.parts, 1);
-        EXPECT_LE(plan.send_blocks, 1 + others * kRowChannels * plan.parts);
-        EXPECT_LE(plan.forward_blocks, others * (1 + kRowChannels) * plan.parts);
-        EXPECT_LE(plan.sum_blocks, others * kRowChannels * plan.parts);
-        if (plan.parts > 1) {  // a block for each
-          EXPECT_EQ(plan.send_blocks, 1 + others * std::min(tokens, kRowChannels) * plan.parts);
-          EXPECT_EQ(plan.forward_blocks, others * (1 + std::min(tokens, kRowChannels)) * plan.parts);
-          EXPECT_EQ(plan.sum_blocks, others * std::min(tokens, kRowChannels) * plan.parts);
+        EXPECT_GE(plan.slices, 1);
+        EXPECT_LE(plan.send_blocks, 1 + others * kRowChannels * plan.slices);
+        EXPECT_LE(plan.forward_blocks, others * (1 + kRowChannels) * plan.slices);
+        EXPECT_LE(plan.sum_blocks, others * kRowChannels * plan.slices);
+        if (plan.slices > 1) {  // a block for each
+          EXPECT_EQ(plan.send_blocks, 1 + others * std::min(tokens, kRowChannels) * plan.slices);
+          EXPECT_EQ(plan.forward_blocks, others * (1 + std::min(tokens, kRowChannels)) * plan.slices);
+          EXPECT_EQ(plan.sum_blocks, others * std::min(tokens, kRowChannels) * plan.slices);
         }
         const RailPlan scalars = plan_rail({others, kRowChannels, tokens, 32}, sm_90(num_sms));
         EXPECT_EQ(scalars.sum_blocks, 0);
-        EXPECT_EQ(scalars.parts, 1);
+        EXPECT_EQ(scalars.slices, 1);
         const LlPlan rest = plan_combine({tokens, 7168, false, true}, sm_90(std::max(num_sms - plan.blocks(), 2)));
         EXPECT_LE(rest.sender_blocks, rest.receiver_block0);
         EXPECT_LT(rest.receiver_block0, rest.blocks);
@@ -219,22 +219,22 @@ TEST(Rail, BlocksAreFewAndNeverNone) {
 }
 
 TEST(Rail, BlocksShareAChannelWhereLinksAreFew) {
-  const auto parts = [](int others, int row_channels, int tokens, int row_bytes, int num_sms = 132) {
-    return plan_rail({others, row_channels, tokens, row_bytes, true, true, true, true}, sm_90(num_sms)).parts;
+  const auto slices = [](int others, int row_channels, int tokens, int row_bytes, int num_sms = 132) {
+    return plan_rail({others, row_channels, tokens, row_bytes, true, true, true, true}, sm_90(num_sms)).slices;
   };
-  EXPECT_EQ(parts(1, kRowChannels, 128, 14336), 4);
-  EXPECT_EQ(parts(1, kRowChannels, 128, 7392), 4);
-  EXPECT_EQ(parts(2, kRowChannels, 128, 14336), 2);
-  EXPECT_EQ(parts(3, kRowChannels, 128, 14336), 1);
-  EXPECT_EQ(parts(2, kMeshRowChannels, 128, 14336), 6);
-  EXPECT_EQ(parts(8, kMeshRowChannels, 128, 14336), 1);
+  EXPECT_EQ(slices(1, kRowChannels, 128, 14336), 4);
+  EXPECT_EQ(slices(1, kRowChannels, 128, 7392), 4);
+  EXPECT_EQ(slices(2, kRowChannels, 128, 14336), 2);
+  EXPECT_EQ(slices(3, kRowChannels, 128, 14336), 1);
+  EXPECT_EQ(slices(2, kMeshRowChannels, 128, 14336), 6);
+  EXPECT_EQ(slices(8, kMeshRowChannels, 128, 14336), 1);
   // Little to share.
-  EXPECT_EQ(parts(1, kRowChannels, 1, 14336), 1);
-  EXPECT_EQ(parts(1, kRowChannels, 32, 14336), 3);
-  EXPECT_EQ(parts(1, kRowChannels, 128, 512), 1);
+  EXPECT_EQ(slices(1, kRowChannels, 1, 14336), 1);
+  EXPECT_EQ(slices(1, kRowChannels, 32, 14336), 3);
+  EXPECT_EQ(slices(1, kRowChannels, 128, 512), 1);
   // Few SMs.
-  EXPECT_EQ(parts(1, kRowChannels, 128, 14336, 62), 1);
-  EXPECT_EQ(parts(1, kRowChannels, 128, 14336, 63), 2);
+  EXPECT_EQ(slices(1, kRowChannels, 128, 14336, 62), 1);
+  EXPECT_EQ(slices(1, kRowChannels, 128, 14336, 63), 2);
   const RailPlan plan = plan_rail({1, kRowChannels, 128, 14336, true, true, true}, sm_90());
   EXPECT_EQ(plan.send_blocks, 33);
   EXPECT_EQ(plan.forward_blocks, 36);
@@ -245,7 +245,7 @@ TEST(Rail, BlocksShareAChannelWhereLinksAreFew) {
   RailSizes added{1, kRowChannels, 128, 14336};
   added.adds_up = added.ends_early = true;
   const RailPlan of_rows = plan_rail(added, sm_90());
-  EXPECT_EQ(of_rows.parts, 12) << "where rows are added up, nobody else has to do with them";
+  EXPECT_EQ(of_rows.slices, 12) << "where rows are added up, nobody else has to do with them";
   EXPECT_EQ(of_rows.sum_blocks, 96);
 }
 

@@ -115,11 +115,11 @@ struct PulledRows {
 
   __device__ __forceinline__ explicit PulledRows(const HtCombineRole& a_role) : role(a_role) {
     tickets.prefetch(counters_of(role.op).taken);
-    look_ahead();
+    prefetch_next();
   }
   struct NoUnits {};  // of the own tokens
   __device__ __forceinline__ PulledRows(const HtCombineRole& a_role, NoUnits) : role(a_role) {}
-  __device__ __forceinline__ void look_ahead() {
+  __device__ __forceinline__ void prefetch_next() {
     next_unit = tickets.next();
     if (next_unit >= role.geometry.units) return;
     tickets.prefetch(counters_of(role.op).taken);
@@ -150,7 +150,7 @@ struct PulledRows {
     if (kIn != kWire) in_place.put(unit, __ballot_sync(~0u, route.is_in_place));
     tokens.put(unit, token);
     source = route.source;
-    look_ahead();
+    prefetch_next();
     return true;
   }
   __device__ __forceinline__ bool is_as_given(unsigned unit, int row) const {

@@ -3,7 +3,7 @@
 // begin with an empty pipeline.
 #pragma once
 
-#include "cuda/device/blocks.cuh"
+#include "cuda/device/block_formats.cuh"
 #include "cuda/ht/common/geometry.h"
 
 namespace ep {

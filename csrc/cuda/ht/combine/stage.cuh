@@ -229,9 +229,9 @@ struct StagedRows {
   __device__ __forceinline__ explicit StagedRows(const HtCombineRole& a_role)
       : role(a_role), pieces{0, role.geometry.pieces} {
     tickets.prefetch(counters_of(role.op).staged);
-    look_ahead();
+    prefetch_next();
   }
-  __device__ __forceinline__ void look_ahead() {
+  __device__ __forceinline__ void prefetch_next() {
     const int unit = tickets.next();
     tickets.prefetch(counters_of(role.op).staged);
     next = StagedSlot::load(role, unit);
@@ -249,7 +249,7 @@ struct StagedRows {
     segments.put(unit, next.segment);
     slots.put(unit, is_copied && (found != 0 || has_expert_rows(p.output.layout)) ? next.slot : kNoSlot);
     if (p.has_values) stage_values(role, next.slot, __shfl_sync(~0u, next.row, 0));
-    look_ahead();
+    prefetch_next();
     return true;
   }
   __device__ __forceinline__ void prefetch(CopyRing& ring, unsigned, int row, int piece) const {

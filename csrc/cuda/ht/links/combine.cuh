@@ -147,10 +147,10 @@ struct DomainSums : PulledRows<kIn, kWire, kOut, kLaneCount> {
   __device__ __forceinline__ explicit DomainSums(const HtCombineRole& a_role)
       : Base(a_role, typename Base::NoUnits{}), all(DomainUnits::of(a_role)) {
     tickets.prefetch(rail_counters_of(role.op).taken);
-    look_ahead();
+    prefetch_next();
   }
   // The next unit that has a row.
-  __device__ __forceinline__ void look_ahead() {
+  __device__ __forceinline__ void prefetch_next() {
     const HtCombineParams& p = role.p;
     const HtRail& rail = role.part.rail;
 #pragma unroll 1
@@ -224,7 +224,7 @@ struct DomainSums : PulledRows<kIn, kWire, kOut, kLaneCount> {
     targets.put(unit, reinterpret_cast<unsigned long long>(target));
     counters.put(unit, domain * kHtRailChunks + place / share);
     source = found.source;
-    look_ahead();
+    prefetch_next();
     return true;
   }
   __device__ __forceinline__ void keep_values(const PullRoute& found, char* target) const {
@@ -404,7 +404,7 @@ struct HomeSums : PulledRows<kIn, kWire, kOut, kLaneCount> {
     rows.put(unit, __ballot_sync(~0u, source != nullptr));
     nothing.put(unit, count > 0 || begins_with_bias(p) ? kNothingYet : 0.0f);
     tokens.put(unit, own);
-    Base::look_ahead();
+    Base::prefetch_next();
     return true;
   }
 };

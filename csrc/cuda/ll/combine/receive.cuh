@@ -206,7 +206,7 @@ struct Receiver {
   RowBatch<kIn, kCount> rows;
   Numbers<kWire, kCount> own;  // share of the piece that is added up, or of the next one
 
-  __device__ __forceinline__ void aim_first(const CombineRole& role) {
+  __device__ __forceinline__ void locate_first(const CombineRole& role) {
     number = role.receiver();
     if (has_next(role)) first_at = OwnEntriesAt::of(role, role.geometry.schedule.unit(0, number).token);
   }

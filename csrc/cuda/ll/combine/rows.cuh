@@ -1,7 +1,7 @@
 // The sums that low-latency combine is made of: which rows of a token lie here, and what they add up to.
 #pragma once
 
-#include "cuda/device/blocks.cuh"
+#include "cuda/device/block_formats.cuh"
 #include "cuda/device/convert.cuh"
 #include "cuda/device/numbers.cuh"
 #include "cuda/ll/common/headers.cuh"

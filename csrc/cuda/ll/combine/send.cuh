@@ -32,7 +32,7 @@ struct Sender {
   Numbers<kWire, kCount> sum;
 
   // All that needs no entry of the handle, and then the loads of the first entries.
-  __device__ __forceinline__ void aim_first(const CombineRole& role) {
+  __device__ __forceinline__ void locate_first(const CombineRole& role) {
     index = role.warp;
     next = role.geometry.schedule.static_unit(role.at.block, index);
     const int home = role.home_of(next.home);

@@ -21,7 +21,7 @@ struct SignalledSender {
   uint32_t pending = 0;  // those that are to be sent
 
   // Rows cannot be loaded ahead, and entries of the handle take little of the time.
-  __device__ __forceinline__ void aim_first(const CombineRole&) {}
+  __device__ __forceinline__ void locate_first(const CombineRole&) {}
   __device__ __forceinline__ void prefetch_first(const CombineRole&) {}
 
   template <class Begin>
@@ -152,7 +152,7 @@ struct SignalledSender {
 
 // In the place of a receiver: such a kernel has none.
 struct NoReceiver {
-  __device__ void aim_first(const CombineRole&) {}
+  __device__ void locate_first(const CombineRole&) {}
   __device__ void prefetch_first(const CombineRole&) {}
   template <class Begin>
   __device__ void sum_all(const CombineRole&, const WarpContext&, const Begin&) {}

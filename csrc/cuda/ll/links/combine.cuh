@@ -67,7 +67,7 @@ __device__ __forceinline__ HomeTerm term_of_record(const CombineRole& role, cons
   return term;
 }
 
-// A part of the sums of the ranks that the own link serves, for the home rank of `unit.link`. All threads of a block
+// A slice of the sums of the ranks that the own link serves, for the home rank of `unit.link`. All threads of a block
 // call. False: a wait was given up.
 template <DType kIn, DType kWire, bool kUnweighted, int kCount>
 __device__ __forceinline__ bool send_domain_sums(const RailRole& rail_role, const CombineRole& role,
@@ -138,8 +138,8 @@ static __device__ __noinline__ bool never_come(const WarpContext& op, Awaited aw
   return false;
 }
 
-// A part of the own sums for the home rank of `unit.link`, made where the rows lie. All threads of a block call. False:
-// a wait was given up.
+// A slice of the own sums for the home rank of `unit.link`, made where the rows lie. All threads of a block call.
+// False: a wait was given up.
 template <DType kIn, DType kWire, bool kHome, int kCount>
 __device__ __forceinline__ bool send_own_sums(const RailRole& rail_role, const CombineRole& role, const WarpContext& op,
                                               ShareBits& bits, const RailUnit& unit) {

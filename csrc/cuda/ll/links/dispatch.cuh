@@ -31,7 +31,7 @@ __device__ __forceinline__ int mark_rows(const DispatchRail& role, ShareBits& bi
   return bits.count_before(share.count);
 }
 
-// A part of the own rows for a link.
+// A slice of the own rows for a link.
 template <Encoding kEncoding, DType kType, int kSteps>
 __device__ __forceinline__ void send_rows(const DispatchRail& role, const WarpContext& op, ShareBits& bits,
                                           const RailUnit& unit) {
@@ -58,12 +58,12 @@ __device__ __forceinline__ void send_rows(const DispatchRail& role, const WarpCo
   post_rows(role, op, unit.link, unit.channel, share.first, rows);
 }
 
-// A part of the record of a link's peer: header, ids and weights to all ranks that the own link serves.
+// A slice of the record of a link's peer: header, ids and weights to all ranks that the own link serves.
 __device__ __forceinline__ void forward_routing(const DispatchRail& role, const WarpContext& op, const RailUnit& unit) {
   const LlDispatchParams& p = role.p;
   const IncomingRecord record = IncomingRecord::of(role, op, unit.link, p.shape);
   const LsaPeers as_source = role.as_peer_of(unit.link);
-  if (unit.part == 0) forward_header(op, p.offsets, as_source, record);
+  if (unit.slice == 0) forward_header(op, p.offsets, as_source, record);
   __syncwarp();
   for (int token = unit.first_piece(); token < record.tokens; token += RailUnit::piece_step(role.rail)) {
     testing_point(Point::kBeforeRouting, op, token);
@@ -95,7 +95,7 @@ __device__ __forceinline__ void hand_out(const DispatchRail& role, const WarpCon
   }
 }
 
-// A part of a channel's rows, each to all ranks of the own link that have an expert of its token. False: a wait was
+// A slice of a channel's rows, each to all ranks of the own link that have an expert of its token. False: a wait was
 // given up.
 template <Encoding kEncoding, int kSteps>
 __device__ __forceinline__ bool forward_rows(const DispatchRail& role, const WarpContext& op, ShareBits& bits,
@@ -191,7 +191,7 @@ __device__ __forceinline__ void dispatch_rail(const LlArgs<LlDispatchParams>& ar
     return;
   }
   if (!receives(p.phase)) return;
-  forward_all(role, op, rail.places_rows ? rail.record_units() : rail.units(), rail.parts, [&](const RailUnit& unit) {
+  forward_all(role, op, rail.places_rows ? rail.record_units() : rail.units(), rail.slices, [&](const RailUnit& unit) {
     if (unit.channel > 0) return forward_rows<kEncoding, kSteps>(role, op, bits, unit);
     forward_routing(role, op, unit);
     return true;

@@ -39,17 +39,17 @@ struct RailRole {
 
 // A unit of a role's work.
 struct RailUnit {
-  int link, channel, part;  // channel 0 is the record
+  int link, channel, slice;  // channel 0 is the record
 
-  __device__ static RailUnit of(const LlRail& rail, int number) { return of(rail, number, rail.parts); }
-  // Where no channel has parts: 1.
-  __device__ static RailUnit of(const LlRail& rail, int number, int parts) {
-    const int whole = parts == 1 ? number : rail.by_parts.divide(number), channel = rail.by_others.divide(whole);
-    return {rail.other(rail.by_others.remainder(whole, channel)), channel, number - whole * parts};
+  __device__ static RailUnit of(const LlRail& rail, int number) { return of(rail, number, rail.slices); }
+  // Where no channel has slices: 1.
+  __device__ static RailUnit of(const LlRail& rail, int number, int slices) {
+    const int whole = slices == 1 ? number : rail.by_slices.divide(number), channel = rail.by_others.divide(whole);
+    return {rail.other(rail.by_others.remainder(whole, channel)), channel, number - whole * slices};
   }
   // Which pieces of the channel are this warp's: the first, and how far it is to the next.
-  __device__ int first_piece() const { return part * static_cast<int>(blockDim.x) / 32 + warp_id(); }
-  __device__ static int piece_step(const LlRail& rail) { return rail.parts * static_cast<int>(blockDim.x) / 32; }
+  __device__ int first_piece() const { return slice * static_cast<int>(blockDim.x) / 32 + warp_id(); }
+  __device__ static int piece_step(const LlRail& rail) { return rail.slices * static_cast<int>(blockDim.x) / 32; }
 };
 
 // The tokens of a row channel, of a rank that has `tokens`.
@@ -214,17 +214,17 @@ __device__ __forceinline__ bool is_masked_link(const RailRole& role, const WarpC
   return true;
 }
 
-// One thread, behind a barrier of its block: whether this was the last part of a channel's rows to be done. It sends
+// One thread, behind a barrier of its block: whether this was the last slice of a channel's rows to be done. It sends
 // them, as no block waits for another.
-__device__ __forceinline__ bool is_last_part(const RailRole& role, const WarpContext& op, int link, int channel) {
-  if (role.rail.parts == 1) return true;
+__device__ __forceinline__ bool is_last_slice(const RailRole& role, const WarpContext& op, int link, int channel) {
+  if (role.rail.slices == 1) return true;
   const Kind kind = op.context.kind;
-  unsigned long long* done = op.context.state->rail_parts[static_cast<int>(kind)].of(link, channel);
-  const unsigned long long none = RailPartCounters::none_of(op.context.epoch);
-  __threadfence();  // pairs with the fence of the last part, behind its own count
+  unsigned long long* done = op.context.state->rail_slices[static_cast<int>(kind)].of(link, channel);
+  const unsigned long long none = RailSliceCounters::none_of(op.context.epoch);
+  __threadfence();  // pairs with the fence of the last slice, behind its own count
   atomicMax(done, none);
   const unsigned long long before = atomicAdd(done, 1ull) - none;
-  return before == (has_bug(Bug::kEarlyPart, kind) ? 0u : role.rail.parts - 1u);
+  return before == (has_bug(Bug::kEarlySlice, kind) ? 0u : role.rail.slices - 1u);
 }
 
 // One thread, behind a barrier: sends what is stored at `source`, or a signal alone if that is nothing. The link's peer
@@ -246,11 +246,11 @@ __device__ __forceinline__ void post(const RailRole& role, const WarpContext& op
 }
 
 // All threads of a block have stored their part of a channel's packed rows, from token `first` on. `rows`: of all
-// parts.
+// slices.
 __device__ __forceinline__ void post_rows(const RailRole& role, const WarpContext& op, int link, int channel, int first,
                                           int rows) {
   __syncthreads();
-  if (threadIdx.x != 0 || !is_last_part(role, op, link, channel)) return;
+  if (threadIdx.x != 0 || !is_last_slice(role, op, link, channel)) return;
   const LlRail& rail = role.rail;
   const Kind kind = op.context.kind;
   const Offset source = rail.row_to(role.bank_of_staging(op.bank, kind), link, first);
