@@ -20,12 +20,12 @@ bool is_plain_thread();
 // torch.ops.nccl_ep's op of that schema, called as by Python: takes the reference to `args`.
 py::object call_by_python(const c10::OperatorHandle& op, PyObject* args);
 
-const at::Tensor& tensor_of(const py::handle& object);  // TypeError of what is none
+const at::Tensor& tensor_of(PyObject* object);  // TypeError of what is none
 
 template <class Result>
 Result result_of(const py::object& made) {
   if constexpr (std::is_same_v<Result, at::Tensor>) {
-    return tensor_of(made);
+    return tensor_of(made.ptr());
   } else if constexpr (!std::is_void_v<Result>) {
     const auto all = taken(PySequence_Tuple(made.ptr()));
     constexpr auto kSize = std::tuple_size_v<Result>;

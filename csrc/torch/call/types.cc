@@ -91,10 +91,9 @@ py::object call_by_python(const c10::OperatorHandle& op, PyObject* args) {
   return taken(PyObject_Call(ops.attr(name.c_str()).attr("default").ptr(), given.ptr(), nullptr));
 }
 
-const at::Tensor& tensor_of(const py::handle& object) {
-  TORCH_CHECK_TYPE(THPVariable_Check(object.ptr()), "an op returned a ", Py_TYPE(object.ptr())->tp_name,
-                   ", must be a tensor");
-  return THPVariable_Unpack(object.ptr());
+const at::Tensor& tensor_of(PyObject* object) {
+  TORCH_CHECK_TYPE(THPVariable_Check(object), "an op returned a ", Py_TYPE(object)->tp_name, ", must be a tensor");
+  return THPVariable_Unpack(object);
 }
 
 Slots::Slots(const py::object& type, std::initializer_list<const char*> names)

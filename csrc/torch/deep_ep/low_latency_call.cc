@@ -135,7 +135,7 @@ py::object state_of(PyObject* view) {
 void require_received(PyObject* view, const Tensor& src_info) {
   static PyObject* const name = PyUnicode_InternFromString("unreceived");
   const py::object unreceived = taken(PyObject_GetAttr(state_of(view).ptr(), name));
-  if (unreceived.is_none() || tensor_of(unreceived).data_ptr() != src_info.data_ptr()) return;
+  if (unreceived.is_none() || tensor_of(unreceived.ptr()).data_ptr() != src_info.data_ptr()) return;
   py::handle(view).attr("require_usable")();
   raise(ErrorKind::kInvalidUsage, "the dispatch of this handle was sent and has not been received: call its hook");
 }
@@ -157,7 +157,7 @@ py::object made_before(PyObject* view, const GivenHandle& handle) {
 py::object rows_of_zero_copy(PyObject* view, const GivenHandle& handle, const Tensor& x) {
   py::object rows = made_before(view, handle);
   if (!rows) rows = py::handle(view).attr("get_next_low_latency_combine_buffer")(handle.elements());
-  const Tensor& made = tensor_of(rows);
+  const Tensor& made = tensor_of(rows.ptr());
   if (x.sizes() != made.sizes() || x.scalar_type() != made.scalar_type() || !x.is_contiguous()) {
     const auto name = [](const Tensor& each) { return repr(taken(as_python(each.scalar_type())).ptr()); };
     raise(ErrorKind::kInvalidArgument, "x is ", name(x), " ", x.sizes(), " of strides ", x.strides(),
