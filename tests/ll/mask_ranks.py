@@ -31,7 +31,7 @@ DEADLINE = 2.0  # seconds, of ranks with a GPU each
 DEAD = 7  # exit code
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CaseOf(Case):
     """The case as a group of ranks has it without the others."""
 
