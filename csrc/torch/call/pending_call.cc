@@ -1,4 +1,4 @@
-// The second half of an operation, which Python calls later.
+// The receive of a split call, which Python calls later.
 #include <memory>
 #include <utility>
 
@@ -11,7 +11,7 @@ struct Callable {
   PyObject_HEAD std::function<void()> call;
 };
 
-void destroy(PyObject* self) {
+void free_callable(PyObject* self) {
   PyTypeObject* const type = Py_TYPE(self);
   std::destroy_at(&reinterpret_cast<Callable*>(self)->call);
   PyObject_Free(self);
@@ -28,8 +28,9 @@ PyObject* run(PyObject* self, PyObject* args, PyObject* names) {
 }
 
 PyTypeObject* callable_type() {
-  static PyType_Slot slots[] = {
-      {Py_tp_dealloc, reinterpret_cast<void*>(&destroy)}, {Py_tp_call, reinterpret_cast<void*>(&run)}, {0, nullptr}};
+  static PyType_Slot slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(&free_callable)},
+                                {Py_tp_call, reinterpret_cast<void*>(&run)},
+                                {0, nullptr}};
   static PyType_Spec spec = {.name = "nccl_ep._C.PendingCall",
                              .basicsize = sizeof(Callable),
                              .itemsize = 0,
