@@ -35,9 +35,12 @@ cxx_files = $(shell find csrc tests -name '*.h' -o -name '*.cc' -o -name '*.cu' 
 demo: extension
 	python examples/ll_moe_layer.py
 
+# Tests wait more than they compute, so files of tests run beside one another.
+quick_tests := -m pytest -m "not slow" -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
 test: build
 	$(ctest) build/dev
-	python -m pytest -m "not slow"
+	python $(quick_tests)
 
 test-all: export NCCL_EP_TEST_ALL := 1
 test-all: build kernels newest frameworks tsan asan fuzz emulated wheel
@@ -146,7 +149,7 @@ newest_tests := tests/api tests/torch_events tests/ll tests/ht tests/deep_ep tes
 newest: .venv/ready .venv-newest/ready
 	cmake -S . -B build/$@ -G Ninja $(not_in_place) -DPython_EXECUTABLE=$(CURDIR)/.venv-newest/bin/python
 	$(call build_in,$@)
-	.venv-newest/bin/python -m pytest -m "not slow" $(newest_tests)
+	.venv-newest/bin/python $(quick_tests) $(newest_tests)
 
 # Frameworks from PyPI, unchanged. They see the packages of .venv, so that torch is not fetched once more.
 .venv-frameworks/ready: requirements/frameworks.txt .venv/ready

@@ -92,14 +92,14 @@ def test_in_order_nothing_passes_a_signal(table: Table) -> None:
 
 def test_a_weak_signal_passes_puts_and_a_strong_one_does_not(table: Table, tmp_path: Path) -> None:
     weak, strong = tmp_path / "weak", tmp_path / "strong"
-    assert rounds(table, 40, strong=False, reorder=1, delay_us=4000, statistics=weak) > 10
+    assert rounds(table, 80, strong=False, reorder=1, delay_us=4000, statistics=weak) > 10
     assert rounds(table, 40, strong=True, reorder=1, delay_us=4000, statistics=strong) == 0
     assert read_statistics(weak)[1]["passed"] > 40
     assert read_statistics(strong)[1]["passed"] > 40  # puts still pass one another
 
 
 def test_a_strong_signal_orders_one_context_alone(table: Table) -> None:
-    assert rounds(table, 40, strong=True, contexts=4, reorder=1, delay_us=4000) > 10
+    assert rounds(table, 80, strong=True, contexts=4, reorder=1, delay_us=4000) > 10
 
 
 def test_a_seed_draws_the_same_order() -> None:
