@@ -110,9 +110,9 @@ def dispatch_send(
     num_sms: int = 0,
     async_finish: bool = False,
 ) -> Pending[DispatchOutput]:
-    """The sending half of ``dispatch``, with its arguments but ``out``; ``receive()`` gives the output.
+    """The send of ``dispatch``, with its arguments but ``out``; ``receive()`` gives the output.
 
-    The caller's work goes between the two; x may be overwritten as soon as this half is done on its stream. At most one
+    The caller's work goes between the two; x may be overwritten as soon as the send is done on its stream. At most one
     dispatch of a buffer is open. ``extra`` is for ``async_finish`` alone.
 
     With ``async_finish`` the whole operation runs at once on the buffer's own stream (``buffer.get_comm_stream()``),
@@ -140,7 +140,7 @@ def combine(
     wire_dtype: torch.dtype | str | None = None,
     out: torch.Tensor | None = None,
     num_sms: int = 0,
-    scale: float = 1.0,
+    scale: float = 1,  # torch.compile(dynamic=True) compiles twice where a default is a float
 ) -> torch.Tensor:
     """Adds up the experts' rows of every token at its home rank, and returns [T, H]. Collective.
 
@@ -187,15 +187,15 @@ def combine_send(
     out_dtype: torch.dtype | None = None,
     wire_dtype: torch.dtype | str | None = None,
     num_sms: int = 0,
-    scale: float = 1.0,
+    scale: float = 1,  # torch.compile(dynamic=True) compiles twice where a default is a float
     async_finish: bool = False,
     row_signals: torch.Tensor | None = None,
     rows_per_signal: int = 0,
     signal_threshold: int = 1,
 ) -> Pending[torch.Tensor]:
-    """The sending half of ``combine``, with its arguments but ``out``; ``receive()`` of what it returns gives [T, H].
+    """The send of ``combine``, with its arguments but ``out``; ``receive()`` of what it returns gives [T, H].
 
-    ``rows`` may be overwritten as soon as this half is done on its stream. At most one combine of a buffer is open.
+    ``rows`` may be overwritten as soon as the send is done on its stream. At most one combine of a buffer is open.
     ``async_finish``: as in ``dispatch_send``.
 
     With ``row_signals`` it begins while a kernel on another stream still writes ``rows``, and sends each row as soon as
@@ -204,18 +204,18 @@ def combine_send(
 
     Args:
         row_signals: int32 (or uint32) [L, ceil(C / rows_per_signal)], or flat with as many elements or more:
-            one counter for each block of rows of each local expert. Whoever counts up has written the block's rows
+            one counter for each row block of each local expert. Whoever counts up has written its rows
             before, and releases them (``red.release.gpu``, or a fence before an atomic).
-        rows_per_signal: rows of a block. C: one counter an expert.
-        signal_threshold: of a block that is complete.
+        rows_per_signal: rows of a row block. C: one counter an expert.
+        signal_threshold: of a row block that is complete.
         num_sms: positive with ``row_signals``: SMs to wait on. The others are for the kernel that is waited for.
 
-    Raises: as ``combine``, here or in ``receive()``; TimeoutError names the expert and the block whose signal did not
-        come before the deadline.
+    Raises: as ``combine``, here or in ``receive()``; TimeoutError names the expert and the row block whose signal
+        did not come before the deadline.
     """
     if type(async_finish) is not bool:
         require_bools(async_finish=async_finish)
-    of_both = num_sms if row_signals is None else 0  # the receiving half waits for no signal, and has all SMs
+    of_both = num_sms if row_signals is None else 0  # the receive waits for no signal, and has all SMs
     call = CombineCall.of(rows, handle, weights, topk_idx, bias, out_dtype, wire_dtype, of_both, scale)
     return call.send(async_finish, row_signals, rows_per_signal, signal_threshold, num_sms)
 

@@ -106,7 +106,8 @@ def test_ranks_that_die_take_one_configuration_with_them(tmp_path: Path, monkeyp
         def __init__(self, num_ranks: int) -> None:
             pass
 
-        def run(self, argv: list[str], settings: dict[str, str], deadline: float) -> str:
+        def run(self, module: str, argv: list[str], settings: dict[str, str], deadline: float) -> str:
+            assert module == "bench"
             worlds.append(settings["NCCL_EP_BENCH_JOBS"])
             died_in = {1: 1, 3: 9}.get(len(worlds))
             end = int(worlds[-1].split(":")[1])
