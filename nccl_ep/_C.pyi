@@ -211,7 +211,7 @@ class GroupConfig:
         tagged_bytes: int,
         dispatch_row_bytes: int,
         combine_row_bytes: int,
-        further_row_bytes: int,
+        unweighted_row_bytes: int,
         timeout_seconds: float,
         network_seed: int,
         ht_sizes: tuple[int, int, int, int, int, int],

@@ -190,7 +190,7 @@ class Buffer:
             tagged_bytes=sizes.routing,
             dispatch_row_bytes=sizes.dispatched,
             combine_row_bytes=sizes.combined,
-            further_row_bytes=sizes.unweighted,
+            unweighted_row_bytes=sizes.unweighted,
             timeout_seconds=self._timeout,
             ht_sizes=ht_sizes or (0,) * 6,
             masks_late_ranks=self.enable_shrink and self._windows == [],

@@ -171,10 +171,10 @@ class DispatchCall:
         if async_finish:
             return self._send_all()
         if self.shape.mode == "ht":
-            raise ValueError("a dispatch of high throughput has no halves: pass async_finish=True, or call dispatch")
+            raise ValueError("a dispatch of high throughput is not split: pass async_finish=True, or call dispatch")
         if self.extra:
             raise ValueError(
-                f"{len(self.extra)} extra tensors, but a dispatch in halves takes none: pass async_finish=True"
+                f"{len(self.extra)} extra tensors, but a split dispatch takes none: pass async_finish=True"
             )
         return self._send_half()
 
@@ -316,20 +316,20 @@ class CombineCall:
         signal_threshold: int,
         num_sms: int,
     ) -> Pending[torch.Tensor]:
-        """num_sms: of the sending half where there are ``row_signals``."""
+        """num_sms: of the send where there are ``row_signals``."""
         numbers = self.numbers
         if row_signals is not None:
             require_tensors(row_signals=row_signals)
             require_on(self.handle.seq, ("row_signals",), (row_signals,))
             if async_finish or self.handle.mode == "ht":
-                raise ValueError("row_signals are for the halves of a combine of low latency, without async_finish")
+                raise ValueError("row_signals are for a split combine of low latency, without async_finish")
             numbers = signalled_numbers(numbers, rows_per_signal, signal_threshold, num_sms)
         elif rows_per_signal != 0:
             raise ValueError(f"rows_per_signal is {rows_per_signal}, but there are no row_signals")
         if async_finish:
             return self._send_all()
         if self.handle.mode == "ht":
-            raise ValueError("a combine of high throughput has no halves: pass async_finish=True, or call combine")
+            raise ValueError("a combine of high throughput is not split: pass async_finish=True, or call combine")
         return self._send_half(numbers, row_signals)
 
     def _send_all(self) -> Pending[torch.Tensor]:

@@ -14,7 +14,7 @@ from .errors import MismatchError, TimeoutError, UsageError
 from .log import logger
 
 
-class Buffer(Protocol):
+class Usable(Protocol):
     """What is asked of a ``nccl_ep.Buffer`` here."""
 
     def require_usable(self) -> None: ...
@@ -177,7 +177,7 @@ def _described(value: object) -> str:
     return repr(value) if value is None or isinstance(value, int | float | str) else f"a {type(value).__name__}"
 
 
-def error_of(buffer: Buffer | None, error: RuntimeError) -> Exception:
+def error_of(buffer: Usable | None, error: RuntimeError) -> Exception:
     """What to raise for an op's error: what the buffer says of it, if it has failed. No buffer: a compiler traces.
 
     Raises what says all by itself: a UsageError, what is torch's own (out of memory, an error of the GPU).

@@ -83,7 +83,7 @@ def replace_field(numbers: Numbers, field: str, value: int) -> Numbers:
 
 
 def signalled_numbers(numbers: Numbers, rows_per_signal: int, signal_threshold: int, num_sms: int) -> Numbers:
-    """The config of a combine's sending half that waits for the signals of its rows, from the other half's."""
+    """The config of a combine's send that waits for the signals of its rows, from the receive's."""
     require_within(*INT64, rows_per_signal=rows_per_signal, signal_threshold=signal_threshold, num_sms=num_sms)
     given = {"rows_per_signal": rows_per_signal, "signal_threshold": signal_threshold, "num_sms": num_sms}
     return tuple([given.get(name, each) for (name, *_), each in zip(_COMBINE_OPTIONS, numbers, strict=True)])

@@ -86,14 +86,14 @@ class EventOverlap:
             self.event.current_stream_wait()
 
 
-class _Buffer(Protocol):
+class _HasStream(Protocol):
     device: torch.device
 
     def get_comm_stream(self) -> Any: ...
 
 
 def run_on_comm_stream(
-    buffer: _Buffer | None,
+    buffer: _HasStream | None,
     call: Callable[[], T],
     inputs: tuple[Any, ...],
     is_async: bool,

@@ -17,7 +17,7 @@ from .events import EventOverlap
 T = TypeVar("T")
 
 
-class Buffer(Protocol):
+class SendsOf(Protocol):
     """What is asked of a ``nccl_ep.Buffer`` here."""
 
     name: str
@@ -41,12 +41,12 @@ class OpenSend:
         self._kind, self._op, self._args = kind, op, args
         self._owner: weakref.ref[Any] | None = None
 
-    def open(self, buffer: Buffer, owner: Any) -> None:
+    def open(self, buffer: SendsOf, owner: Any) -> None:
         """``owner``: who is to receive. If it is gone first, the send is lost."""
         self._owner = weakref.ref(owner)
         buffer._open_sends[self._kind] = self
 
-    def receive(self, buffer: Buffer | None) -> Any:
+    def receive(self, buffer: SendsOf | None) -> Any:
         """Waits for the other ranks. Where that fails, the send stays open."""
         received = self._op(*self._args)
         if buffer is not None and buffer._open_sends.get(self._kind) is self:
@@ -62,7 +62,7 @@ class OpenSend:
         return self._owner is None or self._owner() is None
 
 
-def receive_lost(buffer: Buffer, kind: str) -> None:
+def receive_lost(buffer: SendsOf, kind: str) -> None:
     """Before the next operation of the kind: receives what nobody can receive any more, and throws it away."""
     open_send = buffer._open_sends.get(kind)
     if open_send is None or not open_send.is_lost:
@@ -72,7 +72,7 @@ def receive_lost(buffer: Buffer, kind: str) -> None:
     discard(buffer, open_send)
 
 
-def discard(buffer: Buffer, open_send: OpenSend) -> None:
+def discard(buffer: SendsOf, open_send: OpenSend) -> None:
     """Receives it and throws it away. Its owner finds out when it receives."""
     open_send.lose()
     try:
@@ -95,7 +95,7 @@ class Pending(Generic[T]):
         self.event = event or EventOverlap()
 
     @classmethod
-    def of_send(cls, buffer: Buffer | None, open_send: OpenSend, receive: Callable[[], T]) -> Pending[T]:
+    def of_send(cls, buffer: SendsOf | None, open_send: OpenSend, receive: Callable[[], T]) -> Pending[T]:
         pending = cls(receive)
         if buffer is not None and not is_dynamo_compiling():
             pending._open_send = open_send

@@ -157,8 +157,7 @@ void combine_ll(ncclEpHandle& handle, const ncclEpCombineInputs_t& inputs, const
   handle.state->get().combine(p, stream);
   if (p.phase == Phase::kSend) {
     handle.combine = p;
-    if (p.signals.counters != nullptr)
-      handle.combine.options.num_sms = handle.num_sms(0);  // the other half has all SMs
+    if (p.signals.counters != nullptr) handle.combine.options.num_sms = handle.num_sms(0);  // the send has all SMs
     handle.combine.signals = {};
     handle.pending = Pending::kCombine;
   }
@@ -175,7 +174,7 @@ void set_values(HtCombineParams& p, const Tensor& values, const Tensor& out) {
 void combine_ht(const ncclEpHandle& handle, const ncclEpCombineInputs_t& inputs, const ncclEpCombineOutputs_t& outputs,
                 const ncclEpCombineConfig_t& config, void* stream) {
   EP_CHECK(!config.send_only, "send_only is ", config.send_only,
-           ", but the handle is of high throughput, which has no halves");
+           ", but the handle is of high throughput, which is not split");
   EP_CHECK(!take_tensor(inputs.row_signals, "row_signals"), "row_signals are of low latency");
   HtCombineParams p;
   set_combine(p, handle, inputs, outputs, config);

@@ -88,7 +88,7 @@ void dispatch_ll(ncclEpHandle& handle, const DispatchCall& call, const Outputs& 
   LlDispatchParams p = ll_params(handle, call, out);
   LlExtra extra = LlExtra::of(call, out, group, p);
   EP_CHECK(extra.count == 0 || p.phase == Phase::kFused, "send_only is set, and ", extra.count,
-           " extra tensors need an operation of their own: halves move one in the rows of unquantised tokens");
+           " extra tensors need an operation of their own: a split call moves one in the rows of unquantised tokens");
   EP_CHECK(extra.count == 0 || !group.config().masks_late_ranks, extra.count,
            " extra tensors need an operation of their own, which may leave out other ranks: a group of enable_mask "
            "moves one in the rows of unquantised tokens");

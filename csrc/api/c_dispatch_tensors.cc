@@ -53,7 +53,7 @@ void check_config(const DispatchCall& call, const ncclEpHandle& handle) {
   EP_CHECK(config.quant >= NCCL_EP_QUANT_NONE && config.quant <= NCCL_EP_QUANT_FP8_UE8M0, "quant ", config.quant,
            " is unknown");
   EP_CHECK(!config.send_only || !handle.is_ht, "send_only is ", config.send_only,
-           ", but the handle is of high throughput, which has no halves");
+           ", but the handle is of high throughput, which is not split");
   EP_CHECK(!config.cached || handle.is_ht, "cached is ", config.cached, ", but the handle is of low latency");
   EP_CHECK(!config.cached || !call.weights, "topk_weights go with a routing, which a cached dispatch has not got");
 }

@@ -61,7 +61,7 @@ struct ncclEpHandle {
   // Of the last dispatch, which combine answers.
   int dispatched_tokens = -1;  // before the first
 
-  // Parameters of the half that is open.
+  // Parameters of the split call that is open.
   ep::c::Pending pending = ep::c::Pending::kNothing;
   ep::LlDispatchParams dispatch;
   ep::LlCombineParams combine;

@@ -252,7 +252,7 @@ NCCL_EP_API ncclEpResult_t ncclEpMaskQuery(ncclEpGroup_t group, const ncclEpTens
 NCCL_EP_API ncclEpResult_t ncclEpMaskUpdate(ncclEpGroup_t group, int rank, void* stream);
 /* Collective, of all ranks, masked ones too: unmasks all. Ranks do not come back one by one. Waits for the operations
  * in flight and for the other ranks, four deadlines at most; through the callback, or the communicator, of the group's
- * creation. Refused while a half of an operation is open. Handles keep their sizes; what was dispatched before must not
+ * creation. Refused while a split call is open. Handles keep their sizes; what was dispatched before must not
  * be combined afterwards. NCCL_EP_TIMEOUT, if ranks did not come: no later call succeeds, and if other ranks may have
  * gone on, the group is of no use any more. */
 NCCL_EP_API ncclEpResult_t ncclEpMaskClean(ncclEpGroup_t group);
@@ -300,7 +300,7 @@ NCCL_EP_API ncclEpResult_t ncclEpRouteHandle(ncclEpHandle_t handle, const ncclEp
 NCCL_EP_API ncclEpResult_t ncclEpCreateHandle(ncclEpHandle_t* handle, ncclEpGroup_t group,
                                               const ncclEpHandleConfig_t* config, const ncclEpTensor_t* topk_idx,
                                               void* handle_mem);
-/* Refused while a half of an operation of a usable group is open. Null is allowed. */
+/* Refused while a split call of a usable group is open. Null is allowed. */
 NCCL_EP_API ncclEpResult_t ncclEpHandleDestroy(ncclEpHandle_t handle);
 
 typedef struct {
@@ -425,8 +425,8 @@ typedef struct {
      are of the rows' type, or float32. */
   ncclEpDataType_t wire_dtype;
   int32_t num_sms;          /* the same on all ranks; 0: as the group */
-  int32_t rows_per_signal;  /* row_signals: rows of a block */
-  int32_t signal_threshold; /* a block is written when its signal is at least this, from 1 on */
+  int32_t rows_per_signal;  /* row_signals: rows of a row block */
+  int32_t signal_threshold; /* a row block is written when its signal is at least this, from 1 on */
   double scale; /* a token's sum is multiplied by it, in float32, before the biases are added. 0 stands for 1 */
 } ncclEpCombineConfig_t;
 #define NCCL_EP_COMBINE_CONFIG_INIT \
@@ -442,7 +442,7 @@ NCCL_EP_API ncclEpResult_t ncclEpCombine(ncclEpHandle_t handle, const ncclEpComb
 NCCL_EP_API ncclEpResult_t ncclEpCombineWeights(ncclEpHandle_t handle, const ncclEpTensor_t* values,
                                                 const ncclEpTensor_t* out, void* stream);
 
-/* ---- The receiving half of what was sent with send_only ---- */
+/* ---- The receive of what was sent with send_only ---- */
 
 typedef struct {
   size_t size;

@@ -39,7 +39,7 @@ LlSizes sizes_for(const Shape& shape, int dispatch_row_bytes, int combine_row_by
   LlSizes sizes;
   sizes.tagged_bytes = LlOffsets::tagged_bytes(shape);
   sizes.row_bytes[0] = LlOffsets::row_bytes(shape, dispatch.stride());
-  sizes.further_row_bytes = LlOffsets::further_row_bytes(shape, combine.stride());
+  sizes.unweighted_row_bytes = LlOffsets::unweighted_row_bytes(shape, combine.stride());
   sizes.row_bytes[1] = LlOffsets::row_bytes(shape, combine.stride());
   return sizes;
 }
@@ -55,14 +55,14 @@ LlSizes sizes_for_window(int num_ranks, uint64_t window_bytes) {
   sizes.row_bytes[0] = (bank - 2 * sizes.tagged_bytes) / 2 / 128 * 128;
   // In the proportion of a token's choices to the ranks.
   const uint64_t part = sizes.row_bytes[0] / (num_ranks + kWindowTopk - 1) / 128 * 128;
-  sizes.further_row_bytes = (kWindowTopk - 1) * part;
-  sizes.row_bytes[1] = sizes.row_bytes[0] - sizes.further_row_bytes;
+  sizes.unweighted_row_bytes = (kWindowTopk - 1) * part;
+  sizes.row_bytes[1] = sizes.row_bytes[0] - sizes.unweighted_row_bytes;
   return sizes;
 }
 
 uint64_t window_for(int num_ranks, const LlSizes& sizes) {
   // Of a bank, sizes_for_window() gives a thirty-second to the tagged words of a kind, and 15 to its rows.
-  const uint64_t combined = sizes.row_bytes[1] + sizes.further_row_bytes;
+  const uint64_t combined = sizes.row_bytes[1] + sizes.unweighted_row_bytes;
   const uint64_t part = std::max(align_up<uint64_t>(sizes.tagged_bytes, 128),
                                  ceil_div<uint64_t>(std::max(sizes.row_bytes[0], combined), 15)) +
                         128;
@@ -84,7 +84,7 @@ Group::Group(Bootstrap& given, const GroupConfig& config, BackendFactory make_ba
   agreement.add("the bytes of routing in a bank", config.sizes.tagged_bytes);
   agreement.add("the bytes of dispatched rows in a bank", config.sizes.row_bytes[0]);
   agreement.add("the bytes of combined rows in a bank", config.sizes.row_bytes[1]);
-  agreement.add("the bytes of further combined rows", config.sizes.further_row_bytes);
+  agreement.add("the bytes of unweighted combined rows", config.sizes.unweighted_row_bytes);
   agreement.add("the words of a call of high throughput", config.ht_sizes.message_words);
   agreement.add("the bytes of routes of high throughput", config.ht_sizes.slot_bytes);
   agreement.add("the bytes of rows of high throughput", config.ht_sizes.row_bytes);
@@ -239,7 +239,7 @@ void Group::check_phase(Kind kind, Phase phase, const char* call) const {
   }
 }
 
-// Only of a call that the backend has taken: one that it refuses neither opens nor closes a half.
+// Only of a call that the backend has taken: one that it refuses neither opens nor closes a split call.
 void Group::note_phase(Kind kind, Phase phase) {
   if (phase != Phase::kRecv) num_calls_[static_cast<int>(kind)]++;
   has_unreceived_send_[static_cast<int>(kind)] = phase == Phase::kSend;
@@ -302,7 +302,7 @@ void Group::run(LlDispatchParams& p, void* stream) {
   if (sends(p.phase)) calls_.dispatch++;
 }
 
-// The sending half waits for no rank, so it cannot know the weights of the home ranks. The same for both halves.
+// The send waits for no rank, so it cannot know the weights of the home ranks. The same for send and receive.
 bool Group::sends_unweighted(const LlCombineParams& p, const RowFormat& row) const {
   return p.options.weighting == Weighting::kHome && p.phase != Phase::kFused && has_expert_rows(p.output.layout) &&
          LlOffsets::fits_unweighted_rows(window_, p.shape, row);
@@ -311,9 +311,9 @@ bool Group::sends_unweighted(const LlCombineParams& p, const RowFormat& row) con
 // Rows that are still being written are sent one by one, as they come: not in sums.
 void Group::check_signals(const LlCombineParams& p) const {
   if (p.signals.counters == nullptr) return;
-  constexpr const char* kWhat = "row_signals are of a sending half that sends rows as they are: ";
+  constexpr const char* kWhat = "row_signals are of a send that sends rows as they are: ";
   EP_CHECK(p.phase == Phase::kSend && p.options.weighting == Weighting::kHome, kWhat,
-           "give weights [tokens, top-k] at combine, and call it in halves");
+           "give weights [tokens, top-k] at combine, and split it");
   EP_CHECK(p.dtype == p.options.wire_dtype && p.dtype == p.options.out_dtype, kWhat, "rows are ", name_of(p.dtype),
            ", the wire ", name_of(p.options.wire_dtype), ", outputs ", name_of(p.options.out_dtype),
            ", must be of one type");

@@ -1,5 +1,5 @@
 // A group: one rank's part of a buffer. It agrees with the others when it is made, checks every call with the values in
-// the text, and remembers which half of an operation is open.
+// the text, and remembers which split call is open.
 #pragma once
 
 #include <atomic>
@@ -120,7 +120,7 @@ class Group {
   std::string other_calls(Backend& backend, const Failure& failure) const;
   bool find_header(Backend& backend, int source, int kind, bool is_ht, uint64_t epoch, OpHeader& record) const;
   void note_phase(Kind kind, Phase phase);
-  // Of the call that comes, or, for a receiving half, of the one that was sent.
+  // Of the call that comes, or, for a receive, of the one that was sent.
   uint64_t call_number(Kind kind, Phase phase) const {
     return num_calls_[static_cast<int>(kind)] + (phase == Phase::kRecv ? 0 : 1);
   }

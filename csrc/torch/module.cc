@@ -100,7 +100,7 @@ HtSizes ht_sizes_of(const std::array<uint64_t, 6>& sizes) {
 }
 
 GroupConfig make_config(int device_index, int domain_size, uint64_t tagged_bytes, uint64_t dispatch_row_bytes,
-                        uint64_t combine_row_bytes, uint64_t further_row_bytes, double timeout_seconds,
+                        uint64_t combine_row_bytes, uint64_t unweighted_row_bytes, double timeout_seconds,
                         uint64_t network_seed, const std::array<uint64_t, 6>& ht_sizes, bool masks_late_ranks,
                         const std::string& ll_network) {
   GroupConfig config;
@@ -110,7 +110,7 @@ GroupConfig make_config(int device_index, int domain_size, uint64_t tagged_bytes
   config.sizes.tagged_bytes = tagged_bytes;
   config.sizes.row_bytes[0] = dispatch_row_bytes;
   config.sizes.row_bytes[1] = combine_row_bytes;
-  config.sizes.further_row_bytes = further_row_bytes;
+  config.sizes.unweighted_row_bytes = unweighted_row_bytes;
   config.timeout_seconds = timeout_seconds;
   config.network_seed = network_seed;
   config.masks_late_ranks = masks_late_ranks;
@@ -119,7 +119,7 @@ GroupConfig make_config(int device_index, int domain_size, uint64_t tagged_bytes
 }
 
 py::tuple as_tuple(const LlSizes& sizes) {
-  return py::make_tuple(sizes.tagged_bytes, sizes.row_bytes[0], sizes.row_bytes[1], sizes.further_row_bytes);
+  return py::make_tuple(sizes.tagged_bytes, sizes.row_bytes[0], sizes.row_bytes[1], sizes.unweighted_row_bytes);
 }
 
 py::dict stats(Group& group) {
@@ -302,7 +302,7 @@ void define_group(py::module_& m) {
   py::class_<GroupConfig>(m, "GroupConfig")
       .def(py::init(&make_config), py::kw_only(), py::arg("device_index"), py::arg("domain_size"),
            py::arg("tagged_bytes"), py::arg("dispatch_row_bytes"), py::arg("combine_row_bytes"),
-           py::arg("further_row_bytes"), py::arg("timeout_seconds"), py::arg("network_seed"), py::arg("ht_sizes"),
+           py::arg("unweighted_row_bytes"), py::arg("timeout_seconds"), py::arg("network_seed"), py::arg("ht_sizes"),
            py::arg("masks_late_ranks"), py::arg("ll_network"));
   py::class_<NamedGroup>(m, "Group")
       .def(py::init<std::string, int, int, py::function, const GroupConfig&>(), py::arg("name"), py::arg("rank"),

@@ -75,7 +75,7 @@ def test_rows_leave_when_their_signals_come(library: Library) -> None:
         ("rows_per_signal is 0, must be at least 1", (2, 2), {"rows_per_signal": 0}),
         ("signal_threshold is -1, must be from 1 to 2147483647", (2, 2), {"signal_threshold": -1}),
         ("num_sms is 0: with row_signals it must be positive", (2, 2), {"num_sms": 0}),
-        ("call it in halves", (2, 2), {"send_only": 0}),
+        ("and split it", (2, 2), {"send_only": 0}),
         ("rows_per_signal is 2, signal_threshold 3, but there are no row_signals", None, {}),
     ],
 )
@@ -97,6 +97,6 @@ def test_a_signal_that_does_not_come(library: Library) -> None:
     group = library.solo_group(timeout_ns=SECOND // 4)
     solo = Solo(library, group)
     signals = torch.tensor([[3, 3], [2, 3]], dtype=torch.int32)
-    refused(c_api.TIMEOUT, "signal of block 0 of local expert 1's rows", lambda: solo.combine(signals))
+    refused(c_api.TIMEOUT, "signal of row block 0 of local expert 1's rows", lambda: solo.combine(signals))
     library.HandleDestroy(solo.handle)
     library.GroupDestroy(group)

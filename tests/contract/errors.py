@@ -84,7 +84,7 @@ LL_REFUSED: dict[str, Refused] = {
     "given outputs": (lambda s: s.dispatch(out=s.out), ValueError, "out is for high throughput"),
 }
 HT_REFUSED: dict[str, Refused] = {
-    "halves": (lambda s: nccl_ep.combine_send(s.out.x, s.out.handle), ValueError, "has no halves"),
+    "halves": (lambda s: nccl_ep.combine_send(s.out.x, s.out.handle), ValueError, "is not split"),
     "no capacity": (lambda s: s.dispatch(layout="expert_major", capacity=None), ValueError, "capacity"),
     "tokens of another dispatch": (lambda s: nccl_ep.dispatch_cached(s.tokens(9)["x"], s.out.handle), ValueError,
                                    r"x must be \[\d, hidden\], as in the dispatch"),

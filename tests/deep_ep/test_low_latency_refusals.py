@@ -218,7 +218,7 @@ def test_a_signal_that_does_not_come() -> None:
         ids, rows, _, handle, _, _ = dispatched(buffer)
         buffer.set_timeout(0.3)
         signals = torch.tensor([1, 0], dtype=torch.int32)
-        with pytest.raises(nccl_ep.TimeoutError, match="signal of block 0 of local expert 1's rows in combine 1"):
+        with pytest.raises(nccl_ep.TimeoutError, match="signal of row block 0 of local expert 1's rows in combine 1"):
             buffer.low_latency_combine(
                 rows, ids, torch.ones(3, 2), handle, return_recv_hook=True, overlap=True, src_signals=signals,
                 src_signal_expect_value=1,

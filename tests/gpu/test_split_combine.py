@@ -119,7 +119,8 @@ def test_a_signal_that_does_not_come_is_named_at_the_deadline() -> None:
         signals[2, 1] = 0
         options = combine_options(case.case, 0, buffer.device)
         want = (
-            r"rank 0 waited 1 s for the signal of block 1 of local expert 2's rows in combine 1 \(expected 1, saw 0\)"
+            r"rank 0 waited 1 s for the signal of row block 1 of local expert 2's rows in combine 1 "
+            r"\(expected 1, saw 0\)"
         )
         with pytest.raises(nccl_ep.TimeoutError, match=want):
             nccl_ep.combine_send(rows, out.handle, **options, row_signals=signals, rows_per_signal=4, num_sms=1)

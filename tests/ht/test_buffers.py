@@ -408,7 +408,7 @@ def test_a_handle_of_each_mode_is_refused_by_the_other() -> None:
             nccl_ep.UsageError, match='handle is of mode "ll", a cached dispatch needs one of mode "ht"'
         ):
             nccl_ep.dispatch_cached(case.inputs[0].x, ll.handle)
-        with pytest.raises(ValueError, match="combine of high throughput has no halves"):
+        with pytest.raises(ValueError, match="combine of high throughput is not split"):
             nccl_ep.combine_send(case.rows[0], ht.handle)
         with pytest.raises(nccl_ep.UsageError, match="out is of a low-latency dispatch"):
             case.send(buffer, out=ll)

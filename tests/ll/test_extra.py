@@ -177,7 +177,7 @@ def test_a_split_dispatch_takes_no_extra_tensors() -> None:
     x, ids = torch.ones(2, HIDDEN, dtype=torch.bfloat16), torch.tensor([[0, 1, 2], [3, -1, -1]])
     with _buffer(None, 1) as buffer:
         given: dict[str, Any] = {"buffer": buffer, "num_experts": EXPERTS}
-        with pytest.raises(ValueError, match="1 extra tensors, but a dispatch in halves takes none: pass async_finish"):
+        with pytest.raises(ValueError, match="1 extra tensors, but a split dispatch takes none: pass async_finish"):
             nccl_ep.dispatch_send(x, ids, extra=[torch.zeros(2, 8)], **given)
         with pytest.raises(TypeError, match="extra is a Tensor, must be a tuple or a list of tensors"):
             nccl_ep.dispatch_send(x, ids, extra=torch.zeros(2, 8), async_finish=True, **given)

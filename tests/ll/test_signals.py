@@ -151,12 +151,12 @@ def test_a_signal_that_does_not_come_is_named_at_the_deadline() -> None:
                     signal_threshold=2, num_sms=1,
                 )  # fmt: skip
                 buffer.check()
-            with pytest.raises(nccl_ep.TimeoutError, match="signal of block 1 of local expert 2's rows"):
+            with pytest.raises(nccl_ep.TimeoutError, match="signal of row block 1 of local expert 2's rows"):
                 buffer.check()
             return str(error.value)
 
     (text,) = run_ranks(1, body)
-    want = "rank 0 waited 0.5 s for the signal of block 1 of local expert 2's rows in combine 1 (expected 2, saw 1)"
+    want = "rank 0 waited 0.5 s for the signal of row block 1 of local expert 2's rows in combine 1 (expected 2, saw 1)"
     assert want in text and "nothing of this call" not in text, text
 
 
@@ -183,7 +183,7 @@ GOOD = {"row_signals": torch.ones(2, 2, dtype=torch.int32), "rows_per_signal": 4
         ({"signal_threshold": 0}, ValueError, "signal_threshold is 0, must be from 1 to 2147483647"),
         ({"signal_threshold": 1 << 31}, ValueError, "signal_threshold is 2147483648, must be from 1 to 2147483647"),
         ({"num_sms": 0}, ValueError, "num_sms is 0: with row_signals it must be positive"),
-        ({"async_finish": True}, ValueError, "halves of a combine of low latency, without async_finish"),
+        ({"async_finish": True}, ValueError, "split combine of low latency, without async_finish"),
         ({"weights": "dispatch"}, ValueError, r"as they are: give weights \[tokens, top-k\] at combine"),
         ({"weights": None}, ValueError, r"as they are: give weights \[tokens, top-k\] at combine"),
         ({"wire_dtype": torch.float32}, ValueError, "rows are bf16, the wire fp32, outputs bf16, must be of one type"),

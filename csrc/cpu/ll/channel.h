@@ -30,7 +30,7 @@ class Channel {
   bool is_masked(int rank) const { return state_.masked >> (rank & 63) & 1; }
   void send_header(int peer);
   void send_words(int peer, Offset offset, const uint32_t* values, int count);
-  // A tagged word for this rank's own receiving half.
+  // A tagged word for this rank's own receive.
   void keep_word(Offset offset, uint32_t value);
   // A row of the own token `token` (dispatch), or of a partial sum for the peer's token (combine).
   void send_row(int peer, int token, const uint32_t* words, int num_words) {

@@ -18,7 +18,7 @@ class HomeWeights {
  public:
   HomeWeights(const LlCombineParams& p, Channel& channel) : p_(p), channel_(channel) {}
 
-  // To the experts' ranks; if the rows travel unweighted, also to the own window, for the receiving half.
+  // To the experts' ranks; if the rows travel unweighted, also to the own window, for the receive.
   void send() {
     for (int token = 0; token < p_.num_tokens; token++) {
       for (int k = 0; k < p_.shape.topk; k++) {

@@ -10,7 +10,7 @@ namespace ep {
 inline namespace EP_KERNELS {
 
 // kHome: home ranks give weights. kUnweighted: and the combine is split, with rows that travel unweighted. kSignalled:
-// it is the sending half alone, which waits for the rows' signals.
+// it is the send alone, which waits for the rows' signals.
 template <DType kIn, DType kWire, DType kOut, bool kHome, bool kUnweighted = false, bool kSignalled = false>
 __device__ __forceinline__ void combine(const LlArgs<LlCombineParams>& args, BlockPosition at) {
   constexpr int kCount = kLaneElements<kIn, kWire, kOut>;

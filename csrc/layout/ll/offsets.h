@@ -18,7 +18,7 @@ struct LlSizes {
   uint64_t tagged_bytes = 0;
   uint64_t row_bytes[kNumKinds] = {0, 0};
   // Of a combine, beside row_bytes: further rows of tokens (LlOffsets::unweighted_row), for each link or source.
-  uint64_t further_row_bytes = 0;
+  uint64_t unweighted_row_bytes = 0;
   // With masks, each source has a part of a bank for itself, whatever the shapes: what a masked rank has left there
   // lies in no other rank's way.
   bool by_source = false;
@@ -48,7 +48,8 @@ struct LlWindow {
     const bool has_links = sizes.rail_domain_size > 0 && sizes.rail_domain_size < num_ranks;
     if (has_links) window.num_links = num_ranks / sizes.link_size;
     const uint64_t places = sizes.by_source ? num_ranks : window.num_links;  // of further rows
-    const uint64_t row_bytes[kNumKinds] = {sizes.row_bytes[0], sizes.row_bytes[1] + places * sizes.further_row_bytes};
+    const uint64_t row_bytes[kNumKinds] = {sizes.row_bytes[0],
+                                           sizes.row_bytes[1] + places * sizes.unweighted_row_bytes};
     window.signals = carver.take<uint64_t>(static_cast<uint64_t>(kNumKinds) * num_ranks);
     for (int k = 0; k < kNumKinds; k++) {
       PerKind& kind = window.kind[k];
@@ -143,14 +144,14 @@ struct LlOffsets {
   static uint64_t row_bytes(const Shape& shape, int row_stride) {
     return static_cast<uint64_t>(shape.num_ranks) * shape.max_tokens * row_stride;
   }
-  static uint64_t further_row_bytes(const Shape& shape, int row_stride) {
+  static uint64_t unweighted_row_bytes(const Shape& shape, int row_stride) {
     return static_cast<uint64_t>(shape.topk - 1) * shape.max_tokens * row_stride;
   }
 
   // Whether a combine's banks have room for a row of every choice.
   static bool fits_unweighted_rows(const LlWindow& window, const Shape& shape, const RowFormat& row) {
     const uint64_t bank_bytes = bank_row_bytes(window, Kind::kCombine);
-    const uint64_t slots = row_bytes(shape, row.stride()), further = further_row_bytes(shape, row.stride());
+    const uint64_t slots = row_bytes(shape, row.stride()), further = unweighted_row_bytes(shape, row.stride());
     if (window.num_links > 1 && shape.topk > kMostFarChoices) return false;
     if (!window.by_source) return slots + static_cast<uint64_t>(window.num_links) * further <= bank_bytes;
     return slots / shape.num_ranks + further <= part_bytes(bank_bytes, shape.num_ranks, kRowAlignment);

@@ -42,7 +42,7 @@ struct Scales {
 
 // The order is that of a kernel's needs.
 struct LlDispatchParams {
-  // In: read by the sending half only.
+  // In: read by the send only.
   const void* x = nullptr;  // [T, H]
   const void* topk_idx = nullptr;
   const float* topk_weights = nullptr;  // [T, K], null: ones
@@ -60,7 +60,7 @@ struct LlDispatchParams {
   RowFormat row;
   Scales scales;  // given by the caller; data null if none
 
-  // Out: written by the receiving half, but for the handle's ids.
+  // Out: written by the receive, but for the handle's ids.
   void* out_x = nullptr;  // [rows, payload bytes]
   Scales out_scales;
   int32_t* info = nullptr;        // OutputShape
@@ -85,14 +85,14 @@ struct RowSignals {
 
   EP_HD int per_expert() const { return (rows_per_expert - 1) / rows_per_signal + 1; }
   EP_HD int expert_of(int row) const { return row / rows_per_expert; }
-  EP_HD int block_of(int row) const { return row % rows_per_expert / rows_per_signal; }
+  EP_HD int row_block_of(int row) const { return row % rows_per_expert / rows_per_signal; }
   EP_HD const uint32_t* counter_of(int row) const {
-    return counters + static_cast<int64_t>(expert_of(row)) * per_expert() + block_of(row);
+    return counters + static_cast<int64_t>(expert_of(row)) * per_expert() + row_block_of(row);
   }
   EP_HD bool is_reached(uint32_t count) const { return static_cast<int32_t>(count) >= threshold; }
   // For a Failure.
   EP_HD uint64_t expected(int row) const {
-    return static_cast<uint64_t>(block_of(row)) << 32 | static_cast<uint32_t>(threshold);
+    return static_cast<uint64_t>(row_block_of(row)) << 32 | static_cast<uint32_t>(threshold);
   }
 };
 
@@ -118,7 +118,7 @@ struct LlCombineParams {
   bool sends_unweighted = false;             // kHome, split: all ranks send rows, which the home ranks weight
   const void* bias[2] = {nullptr, nullptr};  // [T, H] of out_dtype
   int64_t* wait_cost = nullptr;              // optional [R]: ns that this rank waited for each other are added
-  RowSignals signals;                        // sends_unweighted: that the sending half waits for
+  RowSignals signals;                        // sends_unweighted: that the send waits for
 };
 
 // Scalars instead of rows: the value of each expert row goes to the token's home.

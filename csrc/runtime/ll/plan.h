@@ -43,7 +43,7 @@ struct LlDispatchSizes {
 struct LlCombineSizes {
   int num_tokens = 0;  // of this rank
   int hidden = 0;
-  bool is_staged = false;  // one half of the operation
+  bool is_staged = false;  // a send or a receive
   bool is_apart = false;   // between domains: senders and receivers have blocks of their own, two at least
 };
 
@@ -59,9 +59,9 @@ struct RailSizes {
   int row_channels = 1;  // of each
   int num_tokens = 0;    // the most that a rank may have
   int row_bytes = 0;     // of a row on the network
-  // A dispatch, by the halves of it. Rows are not forwarded where receivers take them (LlRail::places_rows).
+  // A dispatch, by its phases. Rows are not forwarded where receivers take them (LlRail::places_rows).
   bool sends_rows = false, forwards_routing = false, forwards_rows = false;
-  bool adds_up = false;  // a combine, but for its sending half
+  bool adds_up = false;  // a combine, but for its send
   // Blocks that add up end before the others must begin, and have their SMs: LlRail::adds_rows, on a GPU of its own.
   bool ends_early = false;
 

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "runtime/call.h"
-#include "torch/call/buffer.h"
+#include "torch/call/buffer_state.h"
 #include "torch/call/given.h"
 #include "torch/call/hand_over.h"
 #include "torch/call/types.h"
@@ -133,7 +133,7 @@ class Combine {
     const auto config = config_of(routing, weighting, out_dtype, load_wire(given_[kWireDtype], out_dtype),
                                   {given_ + kOptions, kMostOptions});
     numbers_ = config.pack();
-    const Buffer& buffer = Buffer::of_handle(seq, load_integer("handle.num_ranks", field(kNumRanks)));
+    const BufferState& buffer = BufferState::of_handle(seq, load_integer("handle.num_ranks", field(kNumRanks)));
     load_tensors_of(weighting, seq);
     if (!is_ht_) buffer.receive_lost("combine");
     num_tokens_ = load_length("handle.num_tokens", field(kNumTokens));

@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "runtime/call.h"
-#include "torch/call/buffer.h"
+#include "torch/call/buffer_state.h"
 #include "torch/call/given.h"
 #include "torch/call/hand_over.h"
 #include "torch/call/types.h"
@@ -124,7 +124,7 @@ struct Results {
 
 class Dispatch {
  public:
-  Dispatch(const Buffer& buffer, const Given& given, const DispatchCall::Checked& checked)
+  Dispatch(const BufferState& buffer, const Given& given, const DispatchCall::Checked& checked)
       : buffer_(buffer), seq_(buffer.tensor()), given_(given), checked_(checked), numbers_(checked.config.pack()) {}
 
   PyObject* run() {
@@ -205,7 +205,7 @@ class Dispatch {
     return output;
   }
 
-  const Buffer& buffer_;
+  const BufferState& buffer_;
   const Tensor& seq_;
   const Given& given_;
   const DispatchCall::Checked& checked_;
@@ -213,7 +213,7 @@ class Dispatch {
 };
 
 // The log tells of a shape that a buffer serves for the first time.
-void note_served(Buffer& buffer, PyObject* owner, const DispatchCall::Checked& checked) {
+void note_served(BufferState& buffer, PyObject* owner, const DispatchCall::Checked& checked) {
   const auto numbers = checked.config.pack();
   if (std::ranges::equal(buffer.last_served, numbers)) return;
   buffer.last_served.assign(numbers.begin(), numbers.end());
@@ -226,7 +226,7 @@ void note_served(Buffer& buffer, PyObject* owner, const DispatchCall::Checked& c
 PyObject* dispatch(PyObject* const* given, Py_ssize_t count) {
   constexpr Py_ssize_t kTensors = 4;
   require_count(count, kTensors + 1 + kNumbers);
-  Buffer& buffer = Buffer::of_argument(given[kTensors]);
+  BufferState& buffer = BufferState::of_argument(given[kTensors]);
   Given tensors;
   tensors.load(buffer.tensor(), given);
   std::array<PyObject*, kNumbers> numbers;

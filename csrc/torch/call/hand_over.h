@@ -52,7 +52,7 @@ Result call_op(const c10::TypedOperatorHandle<Result(Args...)>& op, bool is_plai
   return op.call(args...);
 }
 
-// A callable of Python without arguments, which may be called again: the second half of an operation.
+// A callable of Python without arguments, which may be called again: the receive of a split call.
 PyObject* new_pending_call(std::function<void()> call);
 
 }  // namespace ep::call

@@ -10,7 +10,7 @@
 
 #include "base/check.h"
 #include "runtime/call.h"
-#include "torch/call/buffer.h"
+#include "torch/call/buffer_state.h"
 #include "torch/call/define.h"
 #include "torch/call/hand_over.h"
 #include "torch/call/stream_event.h"
@@ -56,9 +56,9 @@ void set_types(const py::object& handle, const py::object& output, const py::obj
 
 py::capsule new_buffer(const py::object& seq, const py::object& num_ranks, const py::object& open_sends,
                        bool raises_overflow) {
-  auto made = std::make_unique<Buffer>(seq, num_ranks, open_sends, raises_overflow);
-  return py::capsule(made.release(), Buffer::kName, [](PyObject* capsule) {
-    delete static_cast<Buffer*>(PyCapsule_GetPointer(capsule, Buffer::kName));
+  auto made = std::make_unique<BufferState>(seq, num_ranks, open_sends, raises_overflow);
+  return py::capsule(made.release(), BufferState::kName, [](PyObject* capsule) {
+    delete static_cast<BufferState*>(PyCapsule_GetPointer(capsule, BufferState::kName));
   });
 }
 

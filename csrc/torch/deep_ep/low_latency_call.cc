@@ -4,7 +4,7 @@
 #include <optional>
 #include <utility>
 
-#include "torch/call/buffer.h"
+#include "torch/call/buffer_state.h"
 #include "torch/call/given.h"
 #include "torch/call/hand_over.h"
 #include "torch/call/stream_event.h"
@@ -27,13 +27,13 @@ struct How {
     return how;
   }
   // Where the operation runs.
-  CommStream stream(Buffer& buffer, PyObject* view) const {
+  CommStream stream(BufferState& buffer, PyObject* view) const {
     return {is_async ? buffer.comm_stream_of(view) : Py_None, buffer.tensor().device()};
   }
 };
 
-Buffer& buffer_of(PyObject* view) {
-  Buffer* found = Buffer::of<"_view_call">(view);
+BufferState& buffer_of(PyObject* view) {
+  BufferState* found = BufferState::of<"_view_call">(view);
   TORCH_CHECK_TYPE(found != nullptr, "a ", Py_TYPE(view)->tp_name, " is no view of a buffer");
   return *found;
 }
@@ -53,7 +53,7 @@ Quant quant_of(PyObject* use_fp8, PyObject* round_scale, PyObject* use_ue8m0) {
 // event, and what receives them when it is called, or None.
 PyObject* low_latency_dispatch(PyObject* const* given, Py_ssize_t count) {
   require_count(count, 13);
-  Buffer& buffer = buffer_of(given[0]);
+  BufferState& buffer = buffer_of(given[0]);
   const Tensor& seq = buffer.tensor();
   const How how = How::of(given[10], given[11]);
   const auto quant = static_cast<int64_t>(quant_of(given[7], given[8], given[9]));
@@ -66,7 +66,7 @@ PyObject* low_latency_dispatch(PyObject* const* given, Py_ssize_t count) {
   const int64_t max_tokens = load_integer("num_max_dispatch_tokens_per_rank", given[3]);
   const int64_t num_experts = load_integer("num_experts", given[4]);
   buffer.receive_lost("dispatch");
-  // The halves have no gradient: what torch says of that is torch's to say.
+  // Split calls have no gradient: what torch says of that is torch's to say.
   const bool is_plain = are_plain && is_plain_thread() && !(how.has_hook && gradients::wants_any(*x));
   const CommStream stream = how.stream(buffer, given[0]);
   auto [rows, scales, weights, counts, src_info, layout_range] = stream.run([&] {
@@ -168,11 +168,11 @@ py::object rows_of_zero_copy(PyObject* view, const GivenHandle& handle, const Te
 
 // self, x, topk_idx, topk_weights, handle, use_logfmt, zero_copy, async_finish, return_recv_hook, out, wait_cost,
 // row_signals, rows_per_signal, signal_threshold, num_sms. Returns the result, the event, and what receives it, or
-// None. The last four are for the sending half.
+// None. The last four are for the send.
 PyObject* low_latency_combine(PyObject* const* given, Py_ssize_t count) {
   require_count(count, 15);
   PyObject* const view = given[0];
-  Buffer& buffer = buffer_of(view);
+  BufferState& buffer = buffer_of(view);
   const Tensor& seq = buffer.tensor();
   const How how = How::of(given[7], given[8]);
   const bool use_logfmt = load_bool("use_logfmt", given[5]), zero_copy = load_bool("zero_copy", given[6]);

@@ -201,7 +201,7 @@ LlDispatchParams dispatch_params(const InputTypes& row, const DispatchConfig& co
   p.is_idx64 = row.is_idx64;
   p.num_tokens = to_int(row.num_tokens, "number of tokens");
   p.output = output;
-  // The size of the scales is part of the call, for the sending half too.
+  // The size of the scales is part of the call, for the send too.
   const bool quantises = p.options.quant != Quant::kNone;
   p.out_scales.count = quantises ? static_cast<int>(num_quant_scales(p.options.quant, row.hidden))
                                  : to_int(row.num_scales, "number of scales");

@@ -18,7 +18,7 @@ using OptionalTensor = std::optional<at::Tensor>;
 DType dtype_of(at::ScalarType type);
 at::ScalarType float_type_of(DType dtype);  // of what combine adds up
 
-// The parts of x that the receiving half must know without x.
+// The parts of x that the receive must know without x.
 struct InputTypes {
   at::ScalarType dtype;
   int64_t hidden;

@@ -36,7 +36,7 @@ struct HtRefs {  // as DispatchRefs
   }
 };
 
-// What the first half of a dispatch of exact sizes tells the host.
+// What the first op of a dispatch of exact sizes tells the host.
 struct HostSizes {
   int64_t rows = 0, slots = 0, most_tokens = 0;
   std::vector<int64_t> demand;
@@ -92,7 +92,7 @@ void check_received(const HtRefs& t, const OutputTypes& types, const HtHandleSha
   aliases.writes("slots", t.slots);
 }
 
-// What the first half of a dispatch of exact sizes has made.
+// What the first op of a dispatch of exact sizes has made.
 struct Routed {
   const Tensor &info, &route;
   int64_t rows, slots;
@@ -102,7 +102,7 @@ struct HtHow {
   const HtRefs* given = nullptr;  // outputs; null: new ones
   // Exact sizes: if a rank has more than max_tokens, nothing is sent, on all ranks alike.
   bool asks_first = false;
-  // Exact sizes in two ops, between which a compiler learns the sizes: the first half alone, or what it made.
+  // Exact sizes in two ops, between which a compiler learns the sizes: the first op alone, or what it made.
   bool only_routes = false;
   const Routed* routed = nullptr;
 };
@@ -121,7 +121,7 @@ HtDispatchParams params_of(const Group& group, const InputTypes& row, const HtPa
   return p;
 }
 
-// The first half: all ranks tell one another how much will come, and the host learns it.
+// The first op: all ranks tell one another how much will come, and the host learns it.
 void route_exactly(HtTensors& t, Group& group, HtDispatchParams& p, int64_t num_tokens, const at::Device& device,
                    void* stream) {
   t.info = new_tensor({p.output.info_size()}, at::kInt, device);

@@ -1,4 +1,4 @@
-// A low-latency dispatch, or a half of it, for the ops of all conventions: they differ in what it writes.
+// A low-latency dispatch, or its send or receive, for the ops of all conventions: they differ in what it writes.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -26,10 +26,10 @@ class DispatchOutputs {
   ~DispatchOutputs() = default;
 };
 
-// All of it, or its sending half.
+// All of it, or its send.
 void run_dispatch(const at::Tensor& seq, const DispatchInputs& inputs, int64_t capacity, const DispatchConfig& config,
                   Phase phase, DispatchOutputs& outputs);
-// The receiving half of what was sent with the same numbers.
+// The receive of what was sent with the same numbers.
 void receive_dispatch(const at::Tensor& seq, const InputTypes& row, int64_t capacity, const DispatchConfig& config,
                       DispatchOutputs& outputs);
 

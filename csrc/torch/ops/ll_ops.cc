@@ -21,7 +21,7 @@ using at::Tensor;
 // Those of the native convention, new or given.
 class NativeOutputs final : public DispatchOutputs {
  public:
-  // What is to be made: all, but for a receiving half, whose handle is there; of a sending half the handle alone.
+  // What is to be made: all, but for a receive, whose handle is there; of a send the handle alone.
   NativeOutputs(Phase phase, const Tensor* handle = nullptr) : phase_(phase), handle_(handle) {}
   NativeOutputs(const DispatchRefs& given, const DispatchInputs& inputs) : given_(&given), inputs_(&inputs) {}
 

@@ -175,7 +175,7 @@ class LowLatencyMethods(LowLatencyMemory):
             out: [T, H] of x's dtype, by default a new tensor.
             combine_wait_recv_cost_stats: int64 [R], to which the ns that this rank waited for each other are added;
                 as at dispatch.
-            overlap: SGLang's single-batch overlap. The sending half begins while a kernel on another stream still
+            overlap: SGLang's single-batch overlap. The send begins while a kernel on another stream still
                 writes x, and sends a row when its signal has come. Needs ``return_recv_hook``, and ``comp_signal`` or
                 ``src_signals``; without it, what follows here is ignored.
             comp_signal: int32, flat, a counter for each ``block_m`` rows of each local expert: [L * ceil(R * M /
@@ -183,13 +183,13 @@ class LowLatencyMethods(LowLatencyMemory):
                 needed.
             src_signals: uint32 [L], a counter for each local expert, at ``src_signal_expect_value`` when its rows are
                 there.
-            num_sms: SMs that the sending half waits on; by default 3 with ``comp_signal``, 32 with ``src_signals``. The
+            num_sms: SMs that the send waits on; by default 3 with ``comp_signal``, 32 with ``src_signals``. The
                 others are for the kernel that is waited for.
 
         Returns: combined_x [T, H] (``out``), event and hook as at dispatch.
 
         Raises: as ``low_latency_dispatch``; UsageError also for the handle of a dispatch whose hook was not called yet.
-            With ``overlap``, TimeoutError names the expert and the block whose signal did not come.
+            With ``overlap``, TimeoutError names the expert and the row block whose signal did not come.
 
         Source: DeepEP's method of that name; its branches for ``overlap`` and what follows.
         """

@@ -133,7 +133,7 @@ TEST(LlOffsets, UnweightedRowsFitWhereThereIsRoomForAllChoices) {
   const RowFormat row{256, 0, false};
   LlSizes sizes = sizes_for(shape, 256, 256);
   EXPECT_EQ(sizes.row_bytes[1], 4u * 16 * 256);
-  EXPECT_EQ(sizes.further_row_bytes, 3u * 16 * 256);
+  EXPECT_EQ(sizes.unweighted_row_bytes, 3u * 16 * 256);
   const LlWindow one_domain = LlWindow::make(4, sizes);
   const auto fits = [&](const LlSizes& of, const RowFormat& format) {
     return LlOffsets::fits_unweighted_rows(LlWindow::make(4, of), shape, format);
@@ -148,10 +148,10 @@ TEST(LlOffsets, UnweightedRowsFitWhereThereIsRoomForAllChoices) {
     EXPECT_TRUE(fits(each, row));
     EXPECT_FALSE(fits(each, wider));
     LlSizes less = each;
-    less.further_row_bytes -= 256;
+    less.unweighted_row_bytes -= 256;
     EXPECT_FALSE(fits(less, row));
     const uint64_t further = LlWindow::make(4, each).kind[1].rows.count - one_domain.kind[1].rows.count;
-    EXPECT_EQ(further * 4, kNumBanks * (places[i++] - 1) * sizes.further_row_bytes);
+    EXPECT_EQ(further * 4, kNumBanks * (places[i++] - 1) * sizes.unweighted_row_bytes);
   }
 }
 

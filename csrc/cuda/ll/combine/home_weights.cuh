@@ -7,7 +7,7 @@
 namespace ep {
 inline namespace EP_KERNELS {
 
-// kUnweighted: rows travel unweighted, and the receiving half, which is not given the weights, finds them in the own
+// kUnweighted: rows travel unweighted, and the receive, which is not given the weights, finds them in the own
 // window.
 template <bool kUnweighted>
 __device__ __forceinline__ void send_home_weight(const CombineRole& role, const WarpContext& op, int choice, int expert,

@@ -1,4 +1,4 @@
-// The sending half of a combine whose rows a kernel on another stream still writes. Rows travel unweighted, each as
+// The send of a combine whose rows a kernel on another stream still writes. Rows travel unweighted, each as
 // soon as its counter has reached the threshold (RowSignals): in whatever order that kernel writes them.
 //
 // No row is loaded before its signal, and none by a load whose result may come from before it: the lane that saw the

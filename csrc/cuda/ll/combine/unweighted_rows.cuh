@@ -1,4 +1,4 @@
-// A combine whose weights the home ranks give, split in two: its sending half does not wait for the weights. It sends
+// A combine whose weights the home ranks give, split in two: its send does not wait for the weights. It sends
 // the rows of a token as they are. The home rank, or for one of another domain the rank that adds up this domain for
 // it, weights them, and rounds as the rank of the rows would have done, so that the bits are those of a sum that
 // travels.
@@ -9,7 +9,7 @@
 namespace ep {
 inline namespace EP_KERNELS {
 
-// ---- The sending half
+// ---- The send
 
 // Where rows of a token of `home` go: where sums of them would (op_context.cuh).
 struct UnweightedTarget {
@@ -90,7 +90,7 @@ struct HomeTerm {
     uint32_t weight = 0;
     bool has_come = true;
     if (is_meant) {
-      // The sending half has kept it here.
+      // The send has kept it here.
       const Offset kept = p.offsets.weight<kMasksRanks>(op.bank, role.peers.rank, token, role.lane);
       weight = static_cast<uint32_t>(ptx::ld_relaxed_sys(role.peers.local<uint64_t>(kept)));
       const auto* word = role.peers.local<uint64_t>(p.offsets.id_words<kMasksRanks>(op.bank, choice.rank, token));

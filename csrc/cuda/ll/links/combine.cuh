@@ -5,7 +5,7 @@
 //
 // A weight that the home rank gives comes with its record; forwarders store it where the expert's rank looks for it. In
 // halves, the ranks of a domain store the rows instead of sums. The rank that adds them up takes the weights from the
-// record, in its receiving half: the sending half waits for no rank.
+// record, in its receive: the send waits for no rank.
 //
 // Where a link serves one rank, and the operation is whole, blocks of the rail add up the rows where they lie, and
 // nothing of them goes through the own window (LlRail::adds_rows).
@@ -260,7 +260,7 @@ __device__ __forceinline__ void combine_front(const LlArgs<LlCombineParams>& arg
   });
 }
 
-// Blocks behind those that send partial sums, of a receiving half all of them: the `index`-th of them.
+// Blocks behind those that send partial sums, of a receive all of them: the `index`-th of them.
 template <DType kIn, DType kWire, DType kOut, bool kHome, bool kUnweighted>
 __device__ __forceinline__ void combine_sums(const LlArgs<LlCombineParams>& args, int index) {
   constexpr int kCount = kLaneElements<kIn, kWire, kOut>;

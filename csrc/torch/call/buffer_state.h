@@ -8,7 +8,7 @@
 namespace ep::call {
 
 // As a capsule of Python, since every call looks for it.
-struct Buffer {
+struct BufferState {
   static constexpr const char* kName = "nccl_ep.CallBuffer";
 
   py::object seq, num_ranks;
@@ -17,20 +17,20 @@ struct Buffer {
   py::object comm_stream;            // asked for once, for all views of the buffer
   std::vector<int64_t> last_served;  // numbers of the last dispatch, for the log
 
-  Buffer(const py::object& seq, const py::object& num_ranks, const py::object& open_sends, bool raises_overflow);
-  ~Buffer();
-  Buffer(const Buffer&) = delete;
-  Buffer& operator=(const Buffer&) = delete;
+  BufferState(const py::object& seq, const py::object& num_ranks, const py::object& open_sends, bool raises_overflow);
+  ~BufferState();
+  BufferState(const BufferState&) = delete;
+  BufferState& operator=(const BufferState&) = delete;
 
   // Which `owner` has as that attribute: `_call` of a nccl_ep.Buffer, `_view_call` of DeepEP's. Null: none.
   template <fast_call::Name kAttribute>
-  static Buffer* of(PyObject* owner) {
+  static BufferState* of(PyObject* owner) {
     static PyObject* const name = PyUnicode_InternFromString(kAttribute.text);
     return of(owner, name);
   }
-  static Buffer& of_argument(PyObject* given);  // TypeError of what is no nccl_ep.Buffer
+  static BufferState& of_argument(PyObject* given);  // TypeError of what is no nccl_ep.Buffer
   // Of a handle's tensor. UsageError where it is gone, or of another number of ranks.
-  static Buffer& of_handle(const at::Tensor& seq, int64_t num_ranks);
+  static BufferState& of_handle(const at::Tensor& seq, int64_t num_ranks);
 
   // What get_comm_stream() of the owner returns, borrowed. Throws an error of Python.
   PyObject* comm_stream_of(PyObject* owner);
@@ -41,7 +41,7 @@ struct Buffer {
   }
 
  private:
-  static Buffer* of(PyObject* owner, PyObject* name);
+  static BufferState* of(PyObject* owner, PyObject* name);
   void receive_lost_slowly(const char* kind) const;
 };
 
