@@ -36,7 +36,7 @@ extern "C" {
 #endif
 
 #define NCCL_EP_MAJOR 0
-#define NCCL_EP_MINOR 2
+#define NCCL_EP_MINOR 3
 #define NCCL_EP_PATCH 0
 #define NCCL_EP_VERSION (NCCL_EP_MAJOR * 10000 + NCCL_EP_MINOR * 100 + NCCL_EP_PATCH)
 

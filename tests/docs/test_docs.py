@@ -100,6 +100,23 @@ def test_documents_tell_every_public_name_and_method() -> None:
     assert not methods - native - names_in("docs/deepep.md")
 
 
+def test_every_place_has_the_version() -> None:
+    """`nccl_ep/_version.py` is where it is written; the other places repeat it."""
+    import nccl_ep
+
+    assert (
+        re.findall(r"^## (\d+\.\d+\.\d+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0] == nccl_ep.__version__
+    )
+    header = (ROOT / "csrc/include/nccl_ep.h").read_text()
+    assert (
+        ".".join(re.findall(r"^#define NCCL_EP_(?:MAJOR|MINOR|PATCH) (\d+)$", header, re.MULTILINE))
+        == nccl_ep.__version__
+    )
+    for place in ("docs/c_api.md", "examples/c/CMakeLists.txt"):
+        asked = re.findall(r"find_package\(ncclep ([\d.]+)", (ROOT / place).read_text())
+        assert asked == [nccl_ep.__version__.rpartition(".")[0]], place
+
+
 def test_tests_that_contributing_names_exist() -> None:
     filters = re.findall(r"--gtest_filter='(\w+)\.", (ROOT / "CONTRIBUTING.md").read_text())
     sources = "\n".join(path.read_text() for path in (ROOT / "tests/cpp").glob("**/*.cc"))
