@@ -296,7 +296,7 @@ def _high_throughput(picture: Picture, top: float) -> None:
                            "(ids, weights) goes into a slot."]),
             ]),
             (440, [
-                (4, BLUE, ["Another domain gets the row once, over the rail (today", "between CPU ranks only)."]),
+                (4, BLUE, ["Another domain gets the row once, over the rail."]),
                 (5, BLUE, ["The rail peer hands it out in its own domain."]),
             ]),
         ],

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from math import comb
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,16 @@ def test_every_place_has_the_version() -> None:
     for place in ("docs/c_api.md", "examples/c/CMakeLists.txt"):
         asked = re.findall(r"find_package\(ncclep ([\d.]+)", (ROOT / place).read_text())
         assert asked == [nccl_ep.__version__.rpartition(".")[0]], place
+
+
+def test_rows_that_leave_a_node_are_counted_alike() -> None:
+    """By the pages on several nodes: top-8 of 256 experts, uniform, between two nodes of 8 GPUs."""
+    a_rank, a_node = 8 * (1 - comb(240, 8) / comb(256, 8)), 1 - comb(128, 8) / comb(256, 8)
+    (row,) = re.findall(r"^\| 2 \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", (ROOT / "docs/network.md").read_text(), re.M)
+    assert row == ("4.00", f"{a_rank:.2f}", f"{a_node:.2f}")
+    said = (ROOT / "docs/network_protocol.md").read_text()
+    (counts,) = re.findall(r"that is ([\d.]+) row a token .*? a row a\s+rank would be ([\d.]+) and", said, re.DOTALL)
+    assert counts == (f"{a_node:.2f}", f"{a_rank:.2f}")
 
 
 def test_tests_that_contributing_names_exist() -> None:
