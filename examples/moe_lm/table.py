@@ -15,6 +15,7 @@ from bench.records import revision, today
 from .load import show
 
 Report = dict[str, Any]
+HEADS = {"deep_ep": "DeepEP's calls over nccl_ep"}  # DeepEP itself does not run here
 _BULKY = ("outputs", "layer", "options", "losses", "first_buffer")  # left out of a record
 
 
@@ -90,7 +91,7 @@ def serving_table(report: Report) -> list[str]:
 def summary_table(reports: list[Report]) -> list[str]:
     """A column an exchange: training of each size, serving at the lowest and the highest rate."""
     names = ("nccl_ep", "all_to_all_single", "deep_ep")
-    lines = [_row(place_of(reports[0]), *names), "|---" * (len(names) + 1) + "|"]
+    lines = [_row(place_of(reports[0]), *(HEADS.get(name, name) for name in names)), "|---" * (len(names) + 1) + "|"]
     training = [each for each in reports if each["what"] == "training" and each["tokens_per_s"]]
     for sizes in sorted({tuple(each["sizes"].items()) for each in training}):
         found = {each["exchange"]: each for each in training if tuple(each["sizes"].items()) == sizes}

@@ -1,4 +1,4 @@
-"""README's table of the example model is that of its record; tables leave out what was not measured."""
+"""The tutorial's table of the example model is that of its record; tables leave out what was not measured."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests import ROOT
 RECORD = "reports/model_2xh200_2026-11-27.json"
 
 
-def test_readme_has_the_figures_of_its_record() -> None:
-    readme = (ROOT / "README.md").read_text()
-    assert f"records/{RECORD}" in readme
+def test_the_tutorial_has_the_figures_of_its_record() -> None:
+    page = (ROOT / "docs/tutorial.md").read_text()
+    assert f"records/{RECORD}" in page
     records = json.loads((ROOT / "records" / RECORD).read_text())
-    assert "\n".join(summary_table(records)) in readme, "print it with examples/moe_lm/table.py"
+    assert "\n".join(summary_table(records)) in page, "print it with examples/moe_lm/table.py"
     assert all(record["date"] and record["revision"] for record in records)
 
 
