@@ -15,6 +15,7 @@ from tests.support.gpus import needs_gpu, several_gpus
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 TIME_LIMIT = 600  # seconds, for a block or an example
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
 def blocks(language: str) -> list:
@@ -29,8 +30,8 @@ def blocks(language: str) -> list:
     return found
 
 
-def run(*arguments: str) -> str:
-    environment = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+def run(*arguments: str, **variables: str) -> str:
+    environment = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", **variables)
     done = subprocess.run(
         [sys.executable, *arguments], cwd=ROOT, env=environment, timeout=TIME_LIMIT, capture_output=True, text=True
     )
@@ -38,9 +39,28 @@ def run(*arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("code", blocks("python"))
+@pytest.mark.parametrize("code", [block for block in blocks("python") if "LOCAL_RANK" not in block.values[0]])
 def test_a_python_block_runs(code: str) -> None:
     run("-c", code)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        pytest.param({"CUDA_VISIBLE_DEVICES": ""}, id="cpu"),
+        pytest.param({}, marks=[*needs_gpu, several_gpus], id="gpus"),
+    ],
+)
+def test_the_program_of_readme_prints_what_came(variables: dict[str, str], tmp_path: Path) -> None:
+    """It is started by torchrun, on GPUs where there are some."""
+    (code,) = [block.values[0] for block in blocks("python") if "LOCAL_RANK" in block.values[0]]
+    program = tmp_path / "moe.py"
+    program.write_text(code)
+    text = run(*TORCHRUN, str(program), **variables)
+    said = re.findall(r"rank (\d) on (\S+): (\[[\d, ]+\]) rows came for its experts", text)
+    places = [["0", "cpu"], ["1", "cpu"]] if variables else [["0", "cuda:0"], ["1", "cuda:1"]]
+    assert sorted([rank, place] for rank, place, _ in said) == places, text
+    assert sum(sum(map(int, re.findall(r"\d+", rows))) for *_, rows in said) == 2 * 128 * 2  # ranks, tokens, choices
 
 
 def test_documents_have_the_blocks_that_matter() -> None:
@@ -163,9 +183,6 @@ def test_the_example_of_high_throughput_checks_itself(options: str, mode: str) -
         assert sentence in text, text
     modes = re.findall(r'tokens a rank: mode="auto" took "(\w+)", y is as above', text)
     assert modes == ["ll", mode], text
-
-
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
 @pytest.mark.parametrize(
