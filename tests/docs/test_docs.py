@@ -121,6 +121,25 @@ def test_documents_tell_every_public_name_and_method() -> None:
     assert not methods - native - names_in("docs/deepep.md")
 
 
+LONGEST = 160  # characters of a line
+LONG_ROWS = ("architecture.md", "migrating_from_deepep.md")  # pages with tables whose rows are longer still
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_no_line_is_too_long_to_read(document: Path) -> None:
+    lines = document.read_text().splitlines()
+    long = [
+        f"{number}: {line[:60]}"
+        for number, line in enumerate(lines, 1)
+        if len(line) > LONGEST and not line.startswith("|")
+    ]
+    rows = [
+        f"{number}: {line[:60]}" for number, line in enumerate(lines, 1) if len(line) > LONGEST and line.startswith("|")
+    ]
+    assert not long
+    assert bool(rows) == (document.name in LONG_ROWS), rows
+
+
 def test_every_place_has_the_version() -> None:
     """`nccl_ep/_version.py` is where it is written; the other places repeat it."""
     import nccl_ep
