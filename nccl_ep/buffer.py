@@ -26,6 +26,7 @@ from .checks import (
 )
 from .errors import UsageError
 from .log import logger
+from .marks import mark_seq
 from .pending import OpenSend, discard
 from .room import HtSizes, LlSizes, Room, ll_sizes_for_bytes, room_for_shapes
 
@@ -402,9 +403,7 @@ def _new_seq(window: _C.Group, num_ranks: int, device: torch.device) -> torch.Te
     """
     with torch.inference_mode(False):  # a buffer that is made there can be used outside
         seq = torch.empty((window.id(), num_ranks, window.domain_size(), 0), dtype=torch.int64, device=device)
-    torch._dynamo.mark_dynamic(seq, 0)
-    torch._dynamo.mark_static(seq, [1, 2, 3])
-    torch._dynamo.mark_static_address(seq, guard=False)
+    mark_seq(seq)
     return seq
 
 

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.compiler import assume_constant_result, is_dynamo_compiling
-from torch.fx.experimental.symbolic_shapes import guard_scalar
+from torch.compiler import is_dynamo_compiling
 
 from . import _C
 from .checks import INT64, require_within
 from .handle import Handle, Layout
+from .marks import constant
 
 # Name, default, and whether it is a float: a compiler traces no class of C++.
 _DISPATCH_OPTIONS = tuple((each.name, each.default, each.kind == "float") for each in _C.dispatch_options())
@@ -43,7 +43,7 @@ def _pack(options: _Options, values: Mapping[str, Any]) -> Numbers:
     return tuple([_float_number(value) if is_float else value + 0 for value, is_float in given])
 
 
-@assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def _float_number(value: float) -> int:
     return _C.float_number(value)
 
@@ -134,6 +134,8 @@ def _of_library(function: str, given: tuple[Any, ...]) -> Any:
     """What the function of ``_C`` returns. To a compiler that traces, it is a constant."""
     if not is_dynamo_compiling():
         return getattr(_C, function)(*given)
+    from torch.fx.experimental.symbolic_shapes import guard_scalar  # of which a compiler has need, and only it
+
     made, refused, is_type = _constant(
         function, *[guard_scalar(each) if isinstance(each, int | float) else each for each in given]
     )
@@ -142,7 +144,7 @@ def _of_library(function: str, given: tuple[Any, ...]) -> Any:
     return made
 
 
-@assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def _constant(function: str, *given: Any) -> tuple[Any, str | None, bool]:
     """What it returns, what it says where it refuses, and whether that is a TypeError. (An exception here would be a
     fault of dynamo's to dynamo.)"""
@@ -152,7 +154,7 @@ def _constant(function: str, *given: Any) -> tuple[Any, str | None, bool]:
         return None, str(error), isinstance(error, TypeError)
 
 
-@assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def dtype_code(dtype: torch.dtype) -> int:
     """As configs have it."""
     return _C.dtype_code(dtype)

@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.compiler import assume_constant_result, is_dynamo_compiling
+from torch.compiler import is_dynamo_compiling
 
 from . import _C
 from .config import Numbers, replace_field
 from .gradients import wants_gradient
 from .handle import Quant
+from .marks import constant
 
 _WORD = torch.int32
 MAX_EXTRA = 3
@@ -53,7 +54,7 @@ def dispatch_with_extra(op: Callable[..., Any], call: Any) -> tuple[tuple[torch.
     return received, tuple(rows)
 
 
-@assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def _carries_extra(quantises: bool, has_scales: bool) -> bool:
     return _C.carries_extra(int(Quant.FP8 if quantises else Quant.NONE), has_scales)
 

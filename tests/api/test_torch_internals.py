@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import nccl_ep
 from nccl_ep import _C
 from nccl_ep.config import pack_dispatch
+from nccl_ep.marks import constant
 from tests import ROOT
 
 T, H, K, E = 4, 64, 2, 4
@@ -344,3 +345,10 @@ def test_handles_and_outputs_are_nodes_of_pytrees(buffer: nccl_ep.Buffer) -> Non
         assert torch.equal(nccl_ep.combine(again.x, again.handle), nccl_ep.combine(out.x, out.handle))
         doubled = torch.utils._pytree.tree_map_only(torch.Tensor, lambda each: each.clone(), again)
         assert torch.equal(doubled.x, out.x) and doubled.handle.alignment == out.handle.alignment
+
+
+def test_a_constant_function_is_marked_as_torch_marks_it() -> None:
+    def ours() -> None: ...
+    def theirs() -> None: ...
+
+    assert vars(constant(ours)) == vars(torch.compiler.assume_constant_result(theirs)) != {}

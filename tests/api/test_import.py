@@ -1,0 +1,53 @@
+"""import nccl_ep, and the first buffer: what they cost, and that a compiler still learns what it must know."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from tests import ROOT
+
+MOST = 0.15  # seconds beyond torch's import
+BUFFER = 'nccl_ep.Buffer.for_shapes(None, max_tokens=4, hidden=64, topk=2, num_experts=4, device="cpu")'
+COST = f"""
+import sys, time, torch
+begin = time.process_time()
+import nccl_ep
+buffer = {BUFFER}
+print(time.process_time() - begin, "torch._dynamo" in sys.modules, "sympy" in sys.modules)
+"""
+MARKS = f"""
+import torch, nccl_ep
+def marks(seq):
+    return {{name: str(value) for name, value in vars(seq).items()}}
+early, gone = {BUFFER}, {BUFFER}
+assert not marks(early._seq)
+gone.destroy()
+del gone
+import torch._dynamo
+late = {BUFFER}
+given = torch.empty(late._seq.shape, dtype=torch.int64)
+torch._dynamo.mark_dynamic(given, 0)
+torch._dynamo.mark_static(given, [1, 2, 3])
+torch._dynamo.mark_static_address(given, guard=False)
+assert marks(early._seq) == marks(late._seq) == marks(given) != {{}}, (marks(early._seq), marks(late._seq))
+"""
+
+
+def run(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_it_costs_little_beyond_torch_and_brings_no_compiler() -> None:
+    costs = []
+    for _ in range(3):
+        seconds, *brought = run(COST).split()
+        assert brought == ["False", "False"]
+        costs.append(float(seconds))
+    assert min(costs) <= MOST, costs
+
+
+def test_buffers_are_marked_for_a_compiler_that_comes_later() -> None:
+    run(MARKS)
