@@ -9,7 +9,7 @@ set_source_files_properties(csrc/cuda/host/one_gpu/table.cc PROPERTIES COMPILE_D
 ep_add_library(ep_cuda STATIC ${emulator_sources})
 target_include_directories(ep_cuda BEFORE PRIVATE ${emulator}/include)
 target_compile_options(ep_cuda PRIVATE -include cuda_runtime.h -Wno-unknown-pragmas -Wno-unused-function
-                       -Wno-unused-parameter -Wno-sign-compare -Wno-maybe-uninitialized
+                       -Wno-unused-parameter -Wno-sign-compare -Wno-maybe-uninitialized -Wno-uninitialized
                        -Wno-missing-field-initializers -Wno-pedantic)
 target_compile_definitions(ep_cuda PUBLIC EP_EMULATED_GPU=1)
 target_link_libraries(ep_cuda PUBLIC ep_core)
