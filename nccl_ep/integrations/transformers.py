@@ -1,30 +1,33 @@
 """Expert parallelism for the Mixture-of-Experts models of Hugging Face ``transformers``.
 
-``use_expert_parallel(model, group)`` leaves each rank its share of the experts, and registers "nccl_ep" as an
-implementation of experts. The model's own code runs otherwise: routers, gates, activations and biases are its own.
+``use_expert_parallel(model, group)`` leaves each rank its share of the experts. The model's own code runs otherwise:
+routers, gates, activations and biases are its own. ``save_pretrained(model, folder)`` saves it whole.
+
+The experts of transformers 5 are modules with tensors that have a slice for each expert, whose ``forward`` it looks up
+in a registry: one for experts of bf16, fp16 and fp32, and another for those of FP8 and FP4. "nccl_ep" is in both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8Experts
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from ..bootstrap import rendezvous_of
+from ..bootstrap import Rendezvous, rendezvous_of
 from ..buffer import Buffer
+from ..checks import MAX_TOPK
+from ..errors import SystemError, UsageError
 from ..functional import combine, dispatch
+from .expert_share import Share, full_state_dict, keep_share, sharded_state_dict, share_of, stacks_of, whole
+
+__all__ = ["full_state_dict", "save_pretrained", "sharded_state_dict", "use_expert_parallel"]
 
 NAME = "nccl_ep"
-_STATE = "_nccl_ep"  # attribute of an experts module
-
-
-class _Share:
-    """What an experts module of a model needs: the buffer, the number of all experts, and who computes."""
-
-    def __init__(self, buffer: Buffer, num_experts: int, compute: Callable[..., torch.Tensor]) -> None:
-        self.buffer, self.num_experts, self.compute = buffer, num_experts, compute
 
 
 def experts_forward(
@@ -32,28 +35,37 @@ def experts_forward(
 ) -> torch.Tensor:
     """An experts module's forward pass in expert parallelism: [T, H], ids [T, K] and weights [T, K] give [T, H].
 
-    UsageError without ``use_expert_parallel``. Otherwise it raises as ``nccl_ep.dispatch``.
+    Ids that are no expert's add nothing. UsageError without ``use_expert_parallel``; ValueError for more tokens than
+    ``max_tokens``, or hidden states of a wider dtype than the buffer's. Otherwise it raises as ``nccl_ep.dispatch``.
     """
-    share = getattr(self, _STATE, None)
+    share = share_of(self)
     if share is None:
-        from ..errors import UsageError
-
         raise UsageError(
             f'experts_implementation is "{NAME}", but the experts are not shared out: '
             "call nccl_ep.integrations.transformers.use_expert_parallel(model, group)"
         )
+    x = _as_computed(hidden_states)
+    if x.element_size() > share.dtype.itemsize:
+        raise ValueError(
+            f"hidden_states are {x.dtype}, but the buffer's rows were made for {share.dtype}: "
+            f"give use_expert_parallel(dtype={x.dtype})"
+        )
+    ids = torch.where((top_k_index >= 0) & (top_k_index < share.num_experts), top_k_index, -1)
     out = dispatch(
-        hidden_states, top_k_index, top_k_weights.float(), buffer=share.buffer, num_experts=share.num_experts,
+        x, ids, top_k_weights.float(), buffer=share.buffer, num_experts=share.num_experts,
         mode="ht", layout="packed", capacity="exact",
     )  # fmt: skip
     assert out.row_expert is not None
     # Every row is a token of one expert, whose weight is applied on its way home.
-    ids = out.row_expert.unsqueeze(1).to(top_k_index.dtype)
-    rows = share.compute(self, out.x, ids, out.x.new_ones(ids.shape)) if out.x.shape[0] else _no_rows(self, out.x)
-    return combine(rows, out.handle)
+    row_ids = out.row_expert.unsqueeze(1).to(ids.dtype)
+    rows = _no_rows(self, out.x)
+    if out.x.shape[0]:
+        rows = share.compute(self, out.x, row_ids, out.x.new_ones(row_ids.shape))
+    return combine(rows, out.handle).to(hidden_states.dtype)
 
 
 ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+ALL_FP8_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
 
 
 def use_expert_parallel(
@@ -66,98 +78,157 @@ def use_expert_parallel(
 ) -> Buffer:
     """Leaves this rank its share of every layer's experts, and makes the model run them in expert parallelism.
 
-    Collective. Expert e of E is on rank e // (E / R) afterwards. Other parameters stay as they are. The model's weights
-    must be loaded before, equal on all ranks.
+    Collective. Expert e of a layer of E is on rank e // (E / R) afterwards. Other parameters stay as they are. The
+    model's weights must be loaded before, equal on all ranks. A model that raises is as it was.
 
     Args:
-        model: a ``PreTrainedModel`` of ``transformers`` 5, with experts as parameters of three dimensions, as Mixtral,
-            Qwen2-MoE, Qwen3-MoE.
+        model: a ``PreTrainedModel`` of ``transformers`` 5 whose experts' implementation can be chosen
+            (``experts_implementation``), those of FP8 among them. Layers may have unequal numbers of experts.
         group: of the ranks, as ``nccl_ep.Buffer`` takes it.
         max_tokens: tokens (batch * sequence) of a rank in a forward pass at most, equal on all ranks.
         compute: what runs a rank's own experts: "eager", "grouped_mm", "batched_mm", or another name that transformers
-            knows; by default what the model was loaded with.
-        options: of ``nccl_ep.Buffer.for_shapes``: ``device``, ``timeout``, ``dtype`` and others.
+            knows for them; by default what the model was loaded with.
+        options: of ``nccl_ep.Buffer.for_shapes``: ``device``, ``timeout``, ``dtype`` and others. ``topk`` is 32 by
+            default (or the number of experts, if that is less); a smaller one makes a somewhat smaller window.
 
     Returns: the buffer of all layers. The model needs it for as long as it runs.
 
     All ranks must run the same forward and backward passes (``generate(synced_gpus=True)``); a rank may have no tokens.
+    ``model.state_dict()`` raises afterwards if there are several ranks, as it would lack the other ranks' experts:
+    ``save_pretrained``, ``full_state_dict`` and ``sharded_state_dict`` of this module stand in for it.
+    ``model.load_state_dict()`` takes the tensors of all experts, and keeps this rank's.
 
-    Raises: TypeError for a model without such experts; ValueError if they do not divide over the ranks, or the model
-    uses the tensor parallelism of transformers; otherwise as ``nccl_ep.Buffer``.
+    Raises: TypeError for a model without such experts; ValueError if they do not divide over the ranks, or are shared
+    out already; otherwise as ``nccl_ep.Buffer``.
     """
-    modules = _experts_of(model)
-    if not modules:
+    layers = _experts_of(model)
+    if not layers:
         raise TypeError(f"{type(model).__name__} has no experts that transformers' experts_implementation can replace")
     rendezvous = rendezvous_of(group)
-    rank, ranks = rendezvous.rank(), rendezvous.size()
-    first = modules[0]
-    for module in modules:
-        if getattr(module, "_is_expert_parallel", False) or hasattr(module, _STATE):
-            raise ValueError(f"the experts of {type(model).__name__} are shared out already")
-        if module.num_experts % ranks or module.num_experts != first.num_experts:
-            raise ValueError(f"{module.num_experts} experts do not divide over {ranks} ranks")
-    parameter = next(_parameters_of(first))[1]
-    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
-    shapes: dict[str, Any] = {
-        "max_tokens": max_tokens, "hidden": config.hidden_size, "topk": config.num_experts_per_tok,
-        "num_experts": first.num_experts, "dtype": parameter.dtype, "mode": "ht", "device": parameter.device,
-    }  # fmt: skip
-    name = compute or getattr(config, "_experts_implementation", None) or "eager"
-    computes = [_compute_of(module, name) for module in modules]
-    buffer = Buffer.for_shapes(group if group is not None else rendezvous, **(shapes | options))
-    for module, its_own in zip(modules, computes, strict=True):
-        share = _Share(buffer, module.num_experts, its_own)
-        _keep_share(module, rank, ranks)
-        setattr(module, _STATE, share)
-    model.set_experts_implementation(NAME)
+    for name, module in layers.items():
+        _check(name, module, rendezvous.size())
+    computes = [_compute_of(module, compute) for module in layers.values()]
+    shapes = _shapes_of(model, list(layers.values())) | {"max_tokens": max_tokens, "mode": "ht"} | options
+    buffer = Buffer.for_shapes(group if group is not None else rendezvous, **shapes)
+    kept: dict[int, torch.Tensor] = {}
+    for module, its_own in zip(layers.values(), computes, strict=True):
+        share = Share(buffer, rendezvous, shapes["hidden"], shapes["dtype"], module.num_experts, its_own)
+        keep_share(module, share, kept)
+        # Of its own: the model's is shared with whatever else was made of it, and says what others may change.
+        module.config = copy.copy(module.config)
+        module.config._experts_implementation_internal = NAME
+    _leave_out_of_ddp(model, layers, rendezvous)
     return buffer
 
 
-def _experts_of(model: torch.nn.Module) -> list[Any]:
-    """The modules that ``use_experts_implementation`` of transformers has decorated."""
-    return [
-        module
-        for module in model.modules()
+def save_pretrained(model: Any, folder: Any, *, timeout: float = 3600.0, **options: Any) -> None:
+    """``model.save_pretrained(folder)`` with all experts. Collective: rank 0 writes, and all ranks return afterwards.
+
+    The files are those of a model that is not shared out: ``from_pretrained`` reads them, for any number of ranks.
+
+    Args: ``timeout``: seconds that the other ranks wait for rank 0 to write; ``options`` of ``model.save_pretrained``.
+
+    Raises: UsageError for a model whose experts are not shared out; SystemError on the other ranks where rank 0 cannot
+    write, which raises what ``model.save_pretrained`` raises; otherwise as ``full_state_dict``.
+    """
+    error: Exception | None = None
+    with whole(model) as state:  # FP8 models ask for their state_dict once more
+        rendezvous = next(share for module in model.modules() if (share := share_of(module)) is not None).rendezvous
+        if rendezvous.rank() == 0:
+            try:
+                model.save_pretrained(folder, state_dict=state, **options)
+            except Exception as caught:
+                error = caught
+    told = b"" if error is None else f"{type(error).__name__}: {error}"[:1000].encode()
+    said = rendezvous.allgather(told, timeout)[0]
+    if error is not None:
+        raise error
+    if said:
+        raise SystemError(f"rank 0 could not save the model in {folder}: {said.decode(errors='replace')}")
+
+
+def _experts_of(model: torch.nn.Module) -> dict[str, Any]:
+    """The modules that ``use_experts_implementation`` of transformers has decorated, by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
         if hasattr(module, "is_transposed") and hasattr(module, "has_gate") and hasattr(module, "num_experts")
-    ]
+    }
 
 
-def _compute_of(module: torch.nn.Module, name: str) -> Callable[..., torch.Tensor]:
+def _check(name: str, module: Any, ranks: int) -> None:
+    """Raises what keeps a layer from being shared out."""
+    if getattr(module, "_is_expert_parallel", False) or share_of(module) is not None:
+        raise ValueError(f"{name}: its experts are shared out already")
+    stacks = stacks_of(module)
+    if not isinstance(getattr(module, "down_proj", None), torch.Tensor):
+        raise TypeError(f"{name} is a {type(module).__name__} without down_proj: its experts have another form")
+    for at, each in stacks.items():
+        if type(each.detach()) is not torch.Tensor or each.is_meta:
+            raise TypeError(f"{name}.{at} is a {type(each.data).__name__} on {each.device}, must be a loaded tensor")
+        if each.dim() == 0 or each.shape[0] != module.num_experts:
+            raise TypeError(f"{name}.{at} has shape {list(each.shape)}, but there are {module.num_experts} experts")
+    if module.num_experts % ranks:
+        raise ValueError(f"{name} has {module.num_experts} experts, which do not divide over {ranks} ranks")
+
+
+def _shapes_of(model: Any, modules: list[Any]) -> dict[str, Any]:
+    """Of ``Buffer.for_shapes``: what fits all layers."""
+    first = modules[0].down_proj
+    most = max(module.num_experts for module in modules)
+    dtypes = [module.down_proj.dtype for module in modules]
+    embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    weight = getattr(embeddings, "weight", None)
+    if isinstance(weight, torch.Tensor):  # hidden states begin as these
+        dtypes.append(weight.dtype)
+    rows = [dtype for dtype in dtypes if dtype.is_floating_point and dtype.itemsize > 1]
+    return {
+        "hidden": max(module.down_proj.shape[2 if module.is_transposed else 1] for module in modules),
+        "topk": min(most, MAX_TOPK),
+        "num_experts": most,
+        "dtype": max(rows, key=lambda dtype: dtype.itemsize, default=torch.bfloat16),
+        "device": first.device,
+    }
+
+
+def _compute_of(module: Any, name: str | None) -> Callable[..., torch.Tensor]:
+    registry: Mapping[str, Any] = ALL_EXPERTS_FUNCTIONS
+    if isinstance(module, FP8Experts):
+        registry = ALL_FP8_EXPERTS_FUNCTIONS
+    if name is None:
+        name = module.config._experts_implementation or "eager"
+        name = "eager" if name == NAME else name
     if name == NAME:
         raise ValueError(f'compute is "{NAME}": what runs a rank\'s own experts must be another implementation')
-    stock = getattr(type(module).forward, "__wrapped__", None)
-    if name == "eager" and stock is None:
-        raise ValueError(f"{type(module).__name__} has no eager implementation")
     if name == "eager":
-        assert stock is not None
-        return stock  # type: ignore[no-any-return]
-    if name not in ALL_EXPERTS_FUNCTIONS:
-        raise ValueError(f"compute is {name!r}, must be eager or one of {', '.join(ALL_EXPERTS_FUNCTIONS)}")
-    return ALL_EXPERTS_FUNCTIONS[name]  # type: ignore[no-any-return]
+        return inspect.unwrap(type(module).forward)  # type: ignore[no-any-return]
+    if name not in registry:
+        known = [each for each in registry if each != NAME]
+        raise ValueError(f"compute is {name!r}, must be eager or one of {', '.join(known)} for {type(module).__name__}")
+    return registry[name]  # type: ignore[no-any-return]
 
 
-def _parameters_of(module: Any) -> Any:
-    """Names and parameters that have a slice for each expert."""
-    return (
-        (name, each)
-        for name, each in module.named_parameters(recurse=False)
-        if each.dim() > 1 and each.shape[0] == module.num_experts
-    )
-
-
-def _keep_share(module: Any, rank: int, ranks: int) -> None:
-    local = module.num_experts // ranks
-    for name, each in list(_parameters_of(module)):
-        with torch.no_grad():
-            share = each[rank * local : (rank + 1) * local].clone()
-        module.register_parameter(name, torch.nn.Parameter(share, requires_grad=each.requires_grad))
-    module.num_experts = local
+def _as_computed(x: torch.Tensor) -> torch.Tensor:
+    """In the dtype that autocast gives to matrix products, where it is on: rows travel as narrow as they are used."""
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind) and x.is_floating_point():
+        dtype = torch.get_autocast_dtype(kind)
+        return x.to(dtype) if dtype.itemsize < x.element_size() else x
+    return x
 
 
 def _no_rows(module: Any, x: torch.Tensor) -> torch.Tensor:
     """The experts' rows of none, with gradients that are zero rather than missing."""
     zero = x.sum() * 0
-    for _, each in _parameters_of(module):
-        if each.requires_grad:
-            zero = zero + each.reshape(-1)[0].to(x.dtype) * 0
+    for each in module.parameters():
+        if each.requires_grad and each.is_floating_point():
+            zero = zero + each.flatten()[:0].to(x.dtype).sum()
     return x + zero
+
+
+def _leave_out_of_ddp(model: Any, layers: dict[str, Any], rendezvous: Rendezvous) -> None:
+    """DistributedDataParallel makes the tensors of all ranks equal, but those that this attribute names."""
+    if rendezvous.size() > 1:
+        ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+        ignored |= {f"{name}.{at}" for name, module in layers.items() for at in stacks_of(module)}
+        model._ddp_params_and_buffers_to_ignore = sorted(ignored)

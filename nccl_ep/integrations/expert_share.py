@@ -1,0 +1,210 @@
+"""A rank's share of an experts module: cut, saved whole, and loaded from what is whole."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..bootstrap import Rendezvous
+from ..buffer import Buffer
+from ..errors import UsageError
+from ..functional import dispatch
+
+_SHARE = "_nccl_ep"  # attribute of an experts module
+
+
+class Share:
+    """What an experts module needs. ``num_experts``: of all ranks. ``stands_in``: what a state_dict holds, by name."""
+
+    def __init__(
+        self, buffer: Buffer, rendezvous: Rendezvous, hidden: int, dtype: torch.dtype, num_experts: int,
+        compute: Callable[..., torch.Tensor],
+    ) -> None:  # fmt: skip
+        self.buffer, self.rendezvous, self.compute = buffer, rendezvous, compute
+        self.hidden, self.dtype = hidden, dtype  # of the buffer's rows
+        self.num_experts, self.num_local = num_experts, num_experts // rendezvous.size()
+        self.first = rendezvous.rank() * self.num_local
+        self.names: list[str] = []
+        self.stands_in: dict[str, torch.Tensor] | None = None
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        return whole[self.first : self.first + self.num_local]
+
+
+def share_of(module: torch.nn.Module) -> Share | None:
+    return getattr(module, _SHARE, None)
+
+
+def stacks_of(module: Any) -> dict[str, torch.Tensor]:
+    """All parameters of an experts module itself, and its buffers that have a slice for each expert."""
+    buffers = {
+        name: each
+        for name, each in module.named_buffers(recurse=False)
+        if each.dim() > 0 and each.shape[0] == module.num_experts
+    }
+    return dict(module.named_parameters(recurse=False)) | buffers
+
+
+def keep_share(module: Any, share: Share, kept: dict[int, torch.Tensor]) -> None:
+    """``kept``: the shares of tensors by their ids; modules may have some in common."""
+    stacks = stacks_of(module)
+    for name, each in stacks.items():
+        if id(each) not in kept:
+            own = share.of(each.detach()).clone()
+            if isinstance(each, torch.nn.Parameter):
+                own = torch.nn.Parameter(own, requires_grad=each.requires_grad)
+                own.__dict__.update(each.__dict__)
+            kept[id(each)] = own
+        setattr(module, name, kept[id(each)])
+    share.names = list(stacks)
+    module.num_experts = share.num_local
+    setattr(module, _SHARE, share)
+    module.register_state_dict_post_hook(_put_whole)
+    module.register_load_state_dict_pre_hook(_take_share)
+
+
+def full_state_dict(model: torch.nn.Module) -> dict[str, Any]:
+    """``model.state_dict()`` with all experts, on rank 0; an empty dict on the other ranks. Collective.
+
+    Experts are on the CPU. What FSDP2 has sharded is whole, too; everything else is as in ``state_dict()``.
+
+    Raises: UsageError for a model whose experts are not shared out; otherwise as ``nccl_ep.dispatch``.
+    """
+    with whole(model) as state:
+        return state
+
+
+@contextlib.contextmanager
+def whole(model: torch.nn.Module) -> Iterator[dict[str, Any]]:
+    """Gives what ``full_state_dict`` returns. Meanwhile ``model.state_dict()`` of rank 0 has all experts, too."""
+    gathered: dict[int, torch.Tensor] = {}
+
+    def whole_of(share: Share, _name: str, own: torch.Tensor) -> torch.Tensor:
+        if id(own) not in gathered:
+            gathered[id(own)] = _gather(share, _plain(own))
+        return gathered[id(own)]
+
+    with _standing_in(model, whole_of) as is_first:
+        state = {name: _plain(each) for name, each in model.state_dict().items()}
+        yield state if is_first else {}
+
+
+def sharded_state_dict(model: torch.nn.Module) -> dict[str, Any]:
+    """``model.state_dict()`` for ``torch.distributed.checkpoint``: experts are DTensors over the ranks of the group.
+
+    ``dcp.save`` and ``dcp.load`` take it; a load writes into the model's own tensors, whatever the number of ranks that
+    saved. Call it on all ranks.
+
+    Raises: UsageError for a model whose experts are not shared out; TypeError where the group is no process group.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    meshes: dict[int, DeviceMesh] = {}
+
+    def sharded(share: Share, name: str, own: torch.Tensor) -> torch.Tensor:
+        group = share.buffer.group
+        if not isinstance(group, dist.ProcessGroup):
+            raise TypeError(
+                f"group is a {type(group).__name__}, must be a torch process group for sharded_state_dict: "
+                "call full_state_dict"
+            )
+        if isinstance(own, DTensor):
+            raise TypeError(f"{name} is a DTensor already: call full_state_dict")
+        mesh = meshes.setdefault(id(group), DeviceMesh.from_group(group, own.device.type))
+        return DTensor.from_local(own.detach(), mesh, [Shard(0)], run_check=False)
+
+    with _standing_in(model, sharded):
+        return dict(model.state_dict())
+
+
+@contextlib.contextmanager
+def _standing_in(model: torch.nn.Module, make: Callable[[Share, str, torch.Tensor], torch.Tensor]) -> Iterator[bool]:
+    """What ``make`` returns stands in for the experts in ``state_dict()`` meanwhile. Whether this is rank 0."""
+    shared = [(module, share) for module in model.modules() if (share := share_of(module)) is not None]
+    if not shared:
+        raise UsageError(f"the experts of this {type(model).__name__} are not shared out: call its state_dict()")
+    try:
+        for module, share in shared:
+            own = {name: getattr(module, name) for name in share.names}
+            if share.rendezvous.size() > 1:
+                own = {name: make(share, name, each) for name, each in own.items()}
+            share.stands_in = own
+        yield shared[0][1].rendezvous.rank() == 0
+    finally:
+        for _, share in shared:
+            share.stands_in = None
+
+
+def _put_whole(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    """Hook of state_dict."""
+    share = share_of(module)
+    assert share is not None
+    if share.rendezvous.size() == 1:
+        return
+    if share.stands_in is None:
+        raise UsageError(
+            f"{prefix.rstrip('.')} of this rank has experts {share.first} to {share.first + share.num_local - 1} of "
+            f"{share.num_experts}: its state_dict would lack the others. Call, on all ranks, save_pretrained(model, "
+            "folder), full_state_dict(model) or, for torch.distributed.checkpoint, sharded_state_dict(model) of "
+            "nccl_ep.integrations.transformers"
+        )
+    for name, each in share.stands_in.items():
+        state_dict[prefix + name] = each
+
+
+def _take_share(
+    module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any, _strict: bool,
+    _missing: list[str], _unexpected: list[str], errors: list[str],
+) -> None:  # fmt: skip
+    """Hook of load_state_dict: a tensor of all experts becomes one of this rank's."""
+    share = share_of(module)
+    assert share is not None
+    if share.rendezvous.size() == 1:
+        return
+    for name in share.names:
+        given = state_dict.get(prefix + name)
+        if given is None or given.dim() == 0:
+            continue
+        if hasattr(given, "to_local") and given.to_local().shape[0] == share.num_local:  # of sharded_state_dict
+            state_dict[prefix + name] = given.to_local()
+        elif given.shape[0] == share.num_experts:
+            state_dict[prefix + name] = share.of(_plain(given))
+        else:
+            del state_dict[prefix + name]
+            errors.append(
+                f"{prefix}{name} has {given.shape[0]} experts, must have all {share.num_experts}: whose they are "
+                "cannot be known"
+            )
+
+
+def _plain(tensor: Any) -> Any:
+    """Whole, if FSDP2 has sharded it. Collective then."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def _gather(share: Share, own: torch.Tensor) -> torch.Tensor:
+    """The slices of all ranks, on rank 0 and its CPU; elsewhere the own ones. Every rank sends its bytes as rows."""
+    buffer, ranks = share.buffer, share.rendezvous.size()
+    is_first, most = share.rendezvous.rank() == 0, buffer.max_tokens
+    assert most is not None
+    row_bytes = share.hidden * share.dtype.itemsize
+    data = own.detach().to(buffer.device).contiguous().flatten().view(torch.uint8)
+    rows = torch.nn.functional.pad(data, (0, -data.numel() % row_bytes)).view(-1, row_bytes)
+    whole = torch.empty((ranks, *rows.shape) if is_first else 0, dtype=torch.uint8)
+    for at in range(0, len(rows), most):
+        some = rows[at : at + most]
+        to_first = torch.zeros(len(some), 1, dtype=torch.int64, device=some.device)
+        out = dispatch(
+            some, to_first, None, buffer=buffer, num_experts=ranks, mode="ht", layout="packed", capacity="exact"
+        )
+        if is_first:
+            whole[:, at : at + most] = out.x.view(ranks, len(some), row_bytes).cpu()
+    if not is_first:
+        return own.detach()
+    every = whole.view(ranks, -1)[:, : data.numel()].contiguous().view(own.dtype)
+    return every.view(share.num_experts, *own.shape[1:])

@@ -1,0 +1,258 @@
+"""Saving and loading models of transformers whose experts are shared out: all experts, or an error that says how."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed: make frameworks")
+
+import torch.distributed as dist  # noqa: E402
+import torch.distributed.checkpoint as dcp  # noqa: E402
+from torch.distributed.checkpoint.state_dict import (  # noqa: E402
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.fsdp import fully_shard  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
+
+import nccl_ep  # noqa: E402
+from nccl_ep.integrations.transformers import (  # noqa: E402
+    full_state_dict,
+    save_pretrained,
+    sharded_state_dict,
+    use_expert_parallel,
+)
+from nccl_ep.testing import run_ranks  # noqa: E402
+from tests.frameworks.tiny_models import EXPERTS, VOCABULARY, tiny_model  # noqa: E402
+from tests.support.processes import run_processes  # noqa: E402
+
+MIXTRAL, GPT_OSS, GEMMA = "MixtralExperts", "GptOssExperts", "Gemma4TextExperts"
+OPTIONS = {"max_tokens": 32, "timeout": 60.0, "device": "cpu"}
+IDS = torch.randint(3, VOCABULARY, (2, 7), generator=torch.Generator().manual_seed(0))
+
+
+def changed(name: str) -> Any:
+    """A model after a step of training, alone."""
+    model = tiny_model(name)
+    take_a_step(model)
+    return model
+
+
+def take_a_step(model: Any, ranks: int = 1) -> None:
+    """All ranks have the same tokens; sums over them make the gradients of experts as many times larger."""
+    model(IDS, labels=IDS).loss.backward()
+    with torch.no_grad():
+        for name, each in model.named_parameters():
+            if each.grad is not None:
+                each -= each.grad / (ranks if ".experts." in name and "shared" not in name else 1)
+
+
+def assert_same(found: dict[str, torch.Tensor], model: Any, exact: bool = False) -> None:
+    wanted = model.state_dict()
+    assert found.keys() == wanted.keys()
+    for name, each in wanted.items():
+        tolerance = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-4, "atol": 1e-5}
+        torch.testing.assert_close(found[name], each, msg=lambda text, at=name: f"{at}: {text}", **tolerance)
+
+
+@pytest.mark.parametrize("name", [MIXTRAL, GPT_OSS, GEMMA])
+def test_train_save_and_load_at_other_numbers_of_ranks(name: str, tmp_path: Path) -> None:
+    want = changed(name)
+
+    def train(group: Any) -> dict[str, Any]:
+        model = tiny_model(name)
+        with use_expert_parallel(model, group, **OPTIONS):
+            take_a_step(model, ranks=2)
+            save_pretrained(model, tmp_path)
+            return full_state_dict(model)
+
+    first, second = run_ranks(2, train)
+    assert second == {}
+    assert_same(first, want)
+    loaded = type(want).from_pretrained(tmp_path)
+    assert_same(loaded.state_dict(), want)
+
+    def use(group: Any) -> torch.Tensor:
+        model = copy.deepcopy(loaded)
+        with use_expert_parallel(model, group, compute="eager", **OPTIONS), torch.no_grad():
+            return model(IDS).logits
+
+    with torch.no_grad():
+        logits = want(IDS).logits
+    for each in run_ranks(4, use):
+        torch.testing.assert_close(each, logits, rtol=1e-3, atol=1e-4)
+
+
+SAVES: dict[str, Callable[[Any, Path], Any]] = {
+    "state_dict": lambda model, _: model.state_dict(),
+    "save_pretrained": lambda model, folder: model.save_pretrained(folder),
+    "of a part": lambda model, _: model.model.layers[0].state_dict(),
+    "get_model_state_dict": lambda model, _: get_model_state_dict(model),
+    "full": lambda model, _: get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)),
+}
+
+
+@pytest.mark.parametrize("way", SAVES)
+def test_what_would_lose_experts_says_what_to_call(way: str, tmp_path: Path) -> None:
+    def body(group: Any) -> None:
+        model = tiny_model(MIXTRAL)
+        with use_expert_parallel(model, group, **OPTIONS):
+            text = (
+                r"has experts [02] to [13] of 4: its state_dict would lack the others\. Call, on all ranks, save_pret"
+            )
+            with pytest.raises(nccl_ep.UsageError, match=text):
+                SAVES[way](model, tmp_path)
+            with pytest.raises((TypeError, pickle.PicklingError)):
+                copy.deepcopy(model)
+
+    run_ranks(2, body)
+
+
+def test_one_rank_has_them_all(tmp_path: Path) -> None:
+    want, model = tiny_model(MIXTRAL), tiny_model(MIXTRAL)
+    with use_expert_parallel(model, None, **OPTIONS):
+        assert_same(model.state_dict(), want, exact=True)
+        model.save_pretrained(tmp_path)
+    assert_same(type(want).from_pretrained(tmp_path).state_dict(), want, exact=True)
+
+
+def test_load_state_dict() -> None:
+    """Of a whole checkpoint: each rank takes its experts. Of a part of them: an error, and nothing is loaded."""
+    want = changed(GPT_OSS)
+    whole = want.state_dict()
+    part = {name: each[:2] if ".experts." in name else each for name, each in whole.items()}
+
+    def body(group: Any) -> dict[str, Any]:
+        model = tiny_model(GPT_OSS)
+        with use_expert_parallel(model, group, **OPTIONS):
+            before = [each.clone() for module in experts_of(model) for each in module.parameters()]
+            with pytest.raises(RuntimeError, match=r"gate_up_proj has 2 experts, must have all 4"):
+                model.load_state_dict(part)
+            after = [each for module in experts_of(model) for each in module.parameters()]
+            assert all(map(torch.equal, before, after))
+            given = dict(whole)
+            assert not any(model.load_state_dict(given))
+            assert given.keys() == whole.keys() and all(given[name] is each for name, each in whole.items())
+            assert all(each.shape[0] == EXPERTS // 2 for module in experts_of(model) for each in module.parameters())
+            return full_state_dict(model)
+
+    assert_same(run_ranks(2, body)[0], want, exact=True)
+
+
+def experts_of(model: Any) -> list[Any]:
+    return [module for module in model.modules() if hasattr(module, "is_transposed")]
+
+
+def test_a_disk_that_is_full(tmp_path: Path) -> None:
+    def body(group: Any) -> None:
+        model = tiny_model(MIXTRAL)
+        with use_expert_parallel(model, group, **OPTIONS):
+            rank = group.rank()
+            if rank == 0:
+                model.save_pretrained = refuse
+            kind, text = (OSError, "no space") if rank == 0 else (nccl_ep.SystemError, "rank 0 could not .*no space")
+            with pytest.raises(kind, match=text):
+                save_pretrained(model, tmp_path)
+
+    run_ranks(2, body)
+
+
+def refuse(*_: Any, **__: Any) -> None:
+    raise OSError("no space left on device")
+
+
+def test_not_shared_out() -> None:
+    model = tiny_model(MIXTRAL)
+    for call in (full_state_dict, sharded_state_dict):
+        with pytest.raises(nccl_ep.UsageError, match="are not shared out: call its state_dict"):
+            call(model)
+    with use_expert_parallel(model, None, **OPTIONS):
+        assert_same(sharded_state_dict(model), tiny_model(MIXTRAL), exact=True)
+
+
+def test_sharded_needs_a_process_group() -> None:
+    def body(group: Any) -> None:
+        model = tiny_model(MIXTRAL)
+        text = "group is a ThreadGroup, must be a torch process group"
+        with use_expert_parallel(model, group, **OPTIONS), pytest.raises(TypeError, match=text):
+            sharded_state_dict(model)
+
+    run_ranks(2, body)
+
+
+# ---- Processes
+
+
+def write_dcp(rank: int, folder: str) -> None:
+    model = tiny_model(MIXTRAL)
+    with use_expert_parallel(model, dist.group.WORLD, **OPTIONS):
+        take_a_step(model, ranks=dist.get_world_size())
+        dcp.save({"model": sharded_state_dict(model)}, checkpoint_id=folder)
+
+
+def read_dcp(rank: int, folder: str) -> dict[str, Any]:
+    """As a load in place, and by the function of torch that sets a state_dict."""
+    found = []
+    for sets in (False, True):
+        model = tiny_model(MIXTRAL)
+        with use_expert_parallel(model, dist.group.WORLD, **OPTIONS):
+            state = sharded_state_dict(model)
+            dcp.load({"model": state}, checkpoint_id=folder)
+            if sets:
+                set_model_state_dict(model, state)
+            found.append({name: each.numpy() for name, each in full_state_dict(model).items()})
+    for name, each in found[0].items():
+        assert (each == found[1][name]).all(), name
+    return found[0]
+
+
+def test_dcp_at_another_number_of_ranks(tmp_path: Path) -> None:
+    (tmp_path / "write").mkdir()
+    run_processes(2, write_dcp, tmp_path / "write", str(tmp_path / "dcp"))
+    (tmp_path / "read").mkdir()
+    found = run_processes(4, read_dcp, tmp_path / "read", str(tmp_path / "dcp"))
+    assert_same({name: torch.from_numpy(each) for name, each in found[0].items()}, changed(MIXTRAL))
+
+
+def wrap(rank: int) -> dict[str, Any]:
+    """FSDP2 on all but the experts; rank 0 saves what is whole."""
+    model = tiny_model(MIXTRAL)
+    with use_expert_parallel(model, dist.group.WORLD, **OPTIONS):
+        ignored = {each for module in experts_of(model) for each in module.parameters()}
+        for layer in model.model.layers:
+            fully_shard(layer, ignored_params=ignored)
+        fully_shard(model, ignored_params=ignored)
+        return {name: each.numpy() for name, each in full_state_dict(model).items()}
+
+
+def test_fsdp2_around_the_experts(tmp_path: Path) -> None:
+    first, second = run_processes(2, wrap, tmp_path)
+    assert second == {}
+    assert_same({name: torch.from_numpy(each) for name, each in first.items()}, tiny_model(MIXTRAL), exact=True)
+
+
+def data_parallel(rank: int) -> list[Any]:
+    """DDP leaves experts out: it would give all ranks those of rank 0."""
+    model = tiny_model(MIXTRAL)
+    with use_expert_parallel(model, dist.group.WORLD, **OPTIONS):
+        wrapped = DistributedDataParallel(model)
+        wrapped(IDS, labels=IDS).loss.backward()
+        return [[each.detach().numpy(), each.grad.numpy()] for each in experts_of(model)[0].parameters()]
+
+
+def test_ddp_leaves_experts_alone(tmp_path: Path) -> None:
+    alone = tiny_model(MIXTRAL)
+    alone(IDS, labels=IDS).loss.backward()
+    for rank, found in enumerate(run_processes(2, data_parallel, tmp_path)):
+        for (weights, grad), each in zip(found, experts_of(alone)[0].parameters(), strict=True):
+            own = slice(2 * rank, 2 * rank + 2)
+            assert torch.equal(torch.from_numpy(weights), each[own])
+            torch.testing.assert_close(torch.from_numpy(grad), 2 * each.grad[own], rtol=1e-4, atol=1e-6)
