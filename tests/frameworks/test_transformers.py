@@ -138,7 +138,96 @@ def test_what_cannot_be_shared_is_refused(stock: Any) -> None:
         use_expert_parallel(model)
 
     def uneven(group: Any) -> None:
-        with pytest.raises(ValueError, match="4 experts do not divide over 3 ranks"):
+        with pytest.raises(ValueError, match=r"layers.0.* has 4 experts, which do not divide over 3 ranks"):
             shared(stock, group)
 
     run_ranks(3, uneven)
+
+
+def small(experts: int = EXPERTS, **own: Any) -> Any:
+    return transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(**(COMMON | {"num_local_experts": experts} | own))
+    )
+
+
+def test_layers_with_unequal_numbers_of_experts() -> None:
+    torch.manual_seed(5)
+    stock, wide = small(), small(8)
+    stock.model.layers[1] = wide.model.layers[1]
+    stock.set_experts_implementation("eager")
+    wide.set_experts_implementation("eager")
+
+    def body(group: Any) -> torch.Tensor:
+        model = shared(stock, group, compute="eager")
+        assert [layer.mlp.experts.num_experts for layer in model.model.layers] == [2, 4]
+        with torch.no_grad():
+            return model(ids_of(group.rank())).logits
+
+    for rank, logits in enumerate(run_ranks(2, body)):
+        with torch.no_grad():
+            torch.testing.assert_close(logits, stock(ids_of(rank)).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_a_refusal_leaves_the_model_as_it_was() -> None:
+    """Of the second layer, of the buffer, and of the way to compute."""
+    model = small()
+    odd = small(6)
+    model.model.layers[1] = odd.model.layers[1]
+    ids, before = ids_of(0), {name: each.clone() for name, each in model.state_dict().items()}
+    with torch.no_grad():
+        want = model(ids).logits
+
+    def body(group: Any) -> None:
+        with pytest.raises(ValueError, match=r"layers.1.* has 6 experts, which do not divide over 4 ranks"):
+            use_expert_parallel(model, group)
+
+    run_ranks(4, body)
+    for options in ({"timeout": -1.0}, {"compute": "none"}, {"max_tokens": 0}):
+        with pytest.raises(ValueError):
+            use_expert_parallel(model, **options)
+    model.model.layers[1].mlp.experts.down_proj.data = torch.zeros(5, 32, 48)
+    with pytest.raises(TypeError, match=r"experts.down_proj has shape \[5, 32, 48\], but there are 6 experts"):
+        use_expert_parallel(model)
+    model.model.layers[1].mlp.experts.down_proj.data = before["model.layers.1.mlp.experts.down_proj"]
+    assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, want)
+
+
+def test_models_of_one_configuration() -> None:
+    """One is shared out, and the other is not; what is set afterwards does not undo it."""
+    config = transformers.MixtralConfig(**(COMMON | {"num_local_experts": EXPERTS}))
+    torch.manual_seed(5)
+    one = transformers.MixtralForCausalLM(config).eval()
+    other = transformers.MixtralForCausalLM(config).eval()
+    other.load_state_dict(one.state_dict())
+    with use_expert_parallel(one, max_tokens=32) as buffer, torch.no_grad():
+        one.set_experts_implementation("batched_mm")
+        torch.testing.assert_close(one(ids_of(0)).logits, other(ids_of(0)).logits, rtol=1e-4, atol=1e-5)
+        assert buffer.stats()["ht_combines"] == len(one.model.layers)
+
+
+def test_autocast() -> None:
+    """Rows travel in the dtype in which experts compute."""
+    stock = small().eval()
+    stock.set_experts_implementation("eager")
+
+    def body(group: Any) -> torch.Tensor:
+        model = shared(stock, group)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            return model(ids_of(group.rank())).logits
+
+    for rank, logits in enumerate(run_ranks(2, body)):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            torch.testing.assert_close(logits, stock(ids_of(rank)).logits, rtol=5e-2, atol=5e-2)
+
+
+def test_hidden_states_of_a_wider_dtype() -> None:
+    model = small().bfloat16()
+    experts = model.model.layers[0].mlp.experts
+    with use_expert_parallel(model, max_tokens=32):
+        x, ids, weights = torch.zeros(3, 32), torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2)
+        with pytest.raises(
+            ValueError, match=r"are torch.float32, but .* give use_expert_parallel\(dtype=torch.float32\)"
+        ):
+            experts(x, ids, weights)
