@@ -148,10 +148,10 @@ def _put_whole(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str,
         return
     if share.stands_in is None:
         raise UsageError(
-            f"{prefix.rstrip('.')} of this rank has experts {share.first} to {share.first + share.num_local - 1} of "
-            f"{share.num_experts}: its state_dict would lack the others. Call, on all ranks, save_pretrained(model, "
-            "folder), full_state_dict(model) or, for torch.distributed.checkpoint, sharded_state_dict(model) of "
-            "nccl_ep.integrations.transformers"
+            f"{prefix.rstrip('.') or type(module).__name__} of this rank has experts {share.first} to "
+            f"{share.first + share.num_local - 1} of {share.num_experts}: its state_dict would lack the others. Call, "
+            "on all ranks, save_pretrained(model, folder), full_state_dict(model) or, for "
+            "torch.distributed.checkpoint, sharded_state_dict(model) of nccl_ep.integrations.transformers"
         )
     for name, each in share.stands_in.items():
         state_dict[prefix + name] = each

@@ -58,9 +58,10 @@ def experts_forward(
     assert out.row_expert is not None
     # Every row is a token of one expert, whose weight is applied on its way home.
     row_ids = out.row_expert.unsqueeze(1).to(ids.dtype)
-    rows = _no_rows(self, out.x)
     if out.x.shape[0]:
         rows = share.compute(self, out.x, row_ids, out.x.new_ones(row_ids.shape))
+    else:
+        rows = _no_rows(self, out.x)
     return combine(rows, out.handle).to(hidden_states.dtype)
 
 
@@ -139,12 +140,12 @@ def save_pretrained(model: Any, folder: Any, *, timeout: float = 3600.0, **optio
                 model.save_pretrained(folder, state_dict=state, **options)
             except Exception as caught:
                 error = caught
-    told = b"" if error is None else f"{type(error).__name__}: {error}"[:1000].encode()
-    said = rendezvous.allgather(told, timeout)[0]
+    told = "saved" if error is None else f"{type(error).__name__}: {error}"[:1000]
+    said = rendezvous.allgather(told.encode(), timeout)[0].decode(errors="replace")
     if error is not None:
         raise error
-    if said:
-        raise SystemError(f"rank 0 could not save the model in {folder}: {said.decode(errors='replace')}")
+    if said != "saved":
+        raise SystemError(f"rank 0 could not save the model in {folder}: {said}")
 
 
 def _experts_of(model: torch.nn.Module) -> dict[str, Any]:
@@ -160,6 +161,8 @@ def _check(name: str, module: Any, ranks: int) -> None:
     """Raises what keeps a layer from being shared out."""
     if getattr(module, "_is_expert_parallel", False) or share_of(module) is not None:
         raise ValueError(f"{name}: its experts are shared out already")
+    if not hasattr(type(module).forward, "__wrapped__"):
+        raise TypeError(f"{name} is a {type(module).__name__}, whose forward() transformers does not look up")
     stacks = stacks_of(module)
     if not isinstance(getattr(module, "down_proj", None), torch.Tensor):
         raise TypeError(f"{name} is a {type(module).__name__} without down_proj: its experts have another form")

@@ -72,7 +72,7 @@ def test_logits_and_what_is_saved(scheme: str, tmp_path: Path) -> None:
         with use_expert_parallel(model, group, **OPTIONS), torch.no_grad():
             assert all(each.shape[0] == EXPERTS // 2 for each in experts_of(model).parameters())
             logits = model(IDS).logits
-            save_pretrained(model, tmp_path)
+            save_pretrained(model, tmp_path, save_original_format=False)
             return logits, full_state_dict(model)
 
     (first, whole), (second, _) = run_ranks(2, body)
