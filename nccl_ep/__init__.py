@@ -7,6 +7,7 @@ import torch  # noqa: F401  (its libraries must be loaded before the extension)
 from . import extension, log  # noqa: F401  (extension first: it says if there is none)
 from ._version import __version__
 from .buffer import Buffer
+from .compilers import mark_tokens
 from .errors import EpError, MismatchError, OverflowError, SystemError, TimeoutError, UsageError
 from .events import EventHandle, EventOverlap
 from .functional import KEEP_PROGRAM_ORDER, combine, combine_send, combine_weights, dispatch, dispatch_send
@@ -46,6 +47,7 @@ __all__ = [
     "dispatch_cached",
     "dispatch_send",
     "install_as_deep_ep",
+    "mark_tokens",
     "topk_idx_t",
 ]
 

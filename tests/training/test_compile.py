@@ -62,9 +62,11 @@ class Layer(torch.nn.Module):
         return nccl_ep.combine(rows, out.handle, **given)
 
 
-def train_step(layer: torch.nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+def train_step(layer: torch.nn.Module, x: torch.Tensor, mark: bool = False) -> list[torch.Tensor]:
     """Its result, and the gradients of x and the parameters."""
     leaf = x.clone().requires_grad_()
+    if mark:
+        nccl_ep.mark_tokens(leaf)
     layer.zero_grad()
     out = layer(leaf)
     out.sin().sum().backward()
