@@ -15,6 +15,10 @@ from ..errors import UsageError
 from ..functional import dispatch
 
 _SHARE = "_nccl_ep"  # attribute of an experts module
+_CALLS = (
+    "call, on all ranks, save_pretrained(model, folder), full_state_dict(model) or, for torch.distributed.checkpoint, "
+    "sharded_state_dict(model) of nccl_ep.integrations.transformers"
+)
 
 
 class Share:
@@ -33,6 +37,13 @@ class Share:
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         return whole[self.first : self.first + self.num_local]
+
+    def __reduce__(self) -> Any:
+        """Of pickle and copy.deepcopy: ``torch.save(model)`` comes here."""
+        raise UsageError(
+            "a model whose experts are shared out can be neither pickled nor copied, as it holds a buffer: "
+            f"{_CALLS}. Make copies before use_expert_parallel"
+        )
 
 
 def share_of(module: torch.nn.Module) -> Share | None:
@@ -70,9 +81,10 @@ def keep_share(module: Any, share: Share, kept: dict[int, torch.Tensor]) -> None
 def full_state_dict(model: torch.nn.Module) -> dict[str, Any]:
     """``model.state_dict()`` with all experts, on rank 0; an empty dict on the other ranks. Collective.
 
-    Experts are on the CPU. What FSDP2 has sharded is whole, too; everything else is as in ``state_dict()``.
+    Experts, and what FSDP2 has sharded, are whole and on the CPU; everything else is as in ``state_dict()``.
 
-    Raises: UsageError for a model whose experts are not shared out; otherwise as ``nccl_ep.dispatch``.
+    Raises: UsageError for a model whose experts are not shared out, or were sharded as if all ranks had the same ones;
+    otherwise as ``nccl_ep.dispatch``.
     """
     with whole(model) as state:
         return state
@@ -89,8 +101,12 @@ def whole(model: torch.nn.Module) -> Iterator[dict[str, Any]]:
         return gathered[id(own)]
 
     with _standing_in(model, whole_of) as is_first:
-        state = {name: _plain(each) for name, each in model.state_dict().items()}
-        yield state if is_first else {}
+        state = {}
+        for name, each in model.state_dict().items():
+            full = _plain(each)
+            if is_first:
+                state[name] = full if full is each else full.cpu()
+        yield state
 
 
 def sharded_state_dict(model: torch.nn.Module) -> dict[str, Any]:
@@ -130,7 +146,7 @@ def _standing_in(model: torch.nn.Module, make: Callable[[Share, str, torch.Tenso
         raise UsageError(f"the experts of this {type(model).__name__} are not shared out: call its state_dict()")
     try:
         for module, share in shared:
-            own = {name: getattr(module, name) for name in share.names}
+            own = {name: _own(module, share, name) for name in share.names}
             if share.rendezvous.size() > 1:
                 own = {name: make(share, name, each) for name, each in own.items()}
             share.stands_in = own
@@ -138,6 +154,25 @@ def _standing_in(model: torch.nn.Module, make: Callable[[Share, str, torch.Tenso
     finally:
         for _, share in shared:
             share.stands_in = None
+
+
+def _own(module: torch.nn.Module, share: Share, name: str) -> torch.Tensor:
+    """Raises UsageError where a wrapper has taken the tensor away, or mixed it with those of other ranks."""
+    own = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
+    if name not in own:
+        raise UsageError(
+            f"{name} of a {type(module).__name__} is no parameter any more: wrappers must leave experts out "
+            "(FullyShardedDataParallel(ignored_states=...))"
+        )
+    mesh = getattr(own[name], "device_mesh", None)
+    if mesh is not None and isinstance(share.buffer.group, dist.ProcessGroup):
+        both = set(mesh.mesh.flatten().tolist()) & set(dist.get_process_group_ranks(share.buffer.group))
+        if len(both) > 1:
+            raise UsageError(
+                f"{name} of a {type(module).__name__} is sharded over ranks {sorted(both)}, which have different "
+                "experts: wrappers must leave experts out (fully_shard(ignored_params=...))"
+            )
+    return own[name]
 
 
 def _put_whole(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:
@@ -149,16 +184,15 @@ def _put_whole(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str,
     if share.stands_in is None:
         raise UsageError(
             f"{prefix.rstrip('.') or type(module).__name__} of this rank has experts {share.first} to "
-            f"{share.first + share.num_local - 1} of {share.num_experts}: its state_dict would lack the others. Call, "
-            "on all ranks, save_pretrained(model, folder), full_state_dict(model) or, for "
-            "torch.distributed.checkpoint, sharded_state_dict(model) of nccl_ep.integrations.transformers"
+            f"{share.first + share.num_local - 1} of {share.num_experts}: its state_dict would lack the others; "
+            f"{_CALLS}"
         )
     for name, each in share.stands_in.items():
         state_dict[prefix + name] = each
 
 
 def _take_share(
-    module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any, _strict: bool,
+    module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], _strict: bool,
     _missing: list[str], _unexpected: list[str], errors: list[str],
 ) -> None:  # fmt: skip
     """Hook of load_state_dict: a tensor of all experts becomes one of this rank's."""
@@ -173,7 +207,9 @@ def _take_share(
         if hasattr(given, "to_local") and given.to_local().shape[0] == share.num_local:  # of sharded_state_dict
             state_dict[prefix + name] = given.to_local()
         elif given.shape[0] == share.num_experts:
-            state_dict[prefix + name] = share.of(_plain(given))
+            own = share.of(_plain(given))
+            # A view would keep all experts in memory where it becomes the parameter.
+            state_dict[prefix + name] = own.clone() if metadata.get("assign_to_params_buffers") else own
         else:
             del state_dict[prefix + name]
             errors.append(

@@ -123,11 +123,14 @@ def use_expert_parallel(
 
 
 def save_pretrained(model: Any, folder: Any, *, timeout: float = 3600.0, **options: Any) -> None:
-    """``model.save_pretrained(folder)`` with all experts. Collective: rank 0 writes, and all ranks return afterwards.
+    """``model.save_pretrained(folder)`` with all experts. Collective: rank 0 of the group writes, and all ranks wait.
 
     The files are those of a model that is not shared out: ``from_pretrained`` reads them, for any number of ranks.
 
-    Args: ``timeout``: seconds that the other ranks wait for rank 0 to write; ``options`` of ``model.save_pretrained``.
+    Args:
+        timeout: seconds that the other ranks wait for rank 0 to write.
+        options: of ``model.save_pretrained``. Where several groups have the same experts, ``is_main_process`` says
+            which of them writes.
 
     Raises: UsageError for a model whose experts are not shared out; SystemError on the other ranks where rank 0 cannot
     write, which raises what ``model.save_pretrained`` raises; otherwise as ``full_state_dict``.
@@ -137,7 +140,7 @@ def save_pretrained(model: Any, folder: Any, *, timeout: float = 3600.0, **optio
         rendezvous = next(share for module in model.modules() if (share := share_of(module)) is not None).rendezvous
         if rendezvous.rank() == 0:
             try:
-                model.save_pretrained(folder, state_dict=state, **options)
+                _write(model, folder, state_dict=state, **options)
             except Exception as caught:
                 error = caught
     told = "saved" if error is None else f"{type(error).__name__}: {error}"[:1000]
@@ -146,6 +149,15 @@ def save_pretrained(model: Any, folder: Any, *, timeout: float = 3600.0, **optio
         raise error
     if said != "saved":
         raise SystemError(f"rank 0 could not save the model in {folder}: {said}")
+
+
+def _write(model: Any, folder: Any, **options: Any) -> None:
+    """transformers by itself writes on rank 0 of the default process group, which may have none of these experts."""
+    model.should_save_on_this_rank = bool  # of is_main_process
+    try:
+        model.save_pretrained(folder, **options)
+    finally:
+        del model.should_save_on_this_rank
 
 
 def _experts_of(model: torch.nn.Module) -> dict[str, Any]:
@@ -208,7 +220,10 @@ def _compute_of(module: Any, name: str | None) -> Callable[..., torch.Tensor]:
     if name not in registry:
         known = [each for each in registry if each != NAME]
         raise ValueError(f"compute is {name!r}, must be eager or one of {', '.join(known)} for {type(module).__name__}")
-    return registry[name]  # type: ignore[no-any-return]
+    function = registry[name]
+    if "process_group" in inspect.signature(function).parameters:
+        raise ValueError(f"compute is {name!r}, which sends tokens to other ranks by itself: give another compute=")
+    return function  # type: ignore[no-any-return]
 
 
 def _as_computed(x: torch.Tensor) -> torch.Tensor:

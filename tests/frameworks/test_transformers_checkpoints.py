@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: make frameworks")
 
+import safetensors.torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
 from torch.distributed.checkpoint.state_dict import (  # noqa: E402
@@ -20,7 +22,6 @@ from torch.distributed.checkpoint.state_dict import (  # noqa: E402
     get_model_state_dict,
     set_model_state_dict,
 )
-from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 import nccl_ep  # noqa: E402
@@ -97,6 +98,8 @@ SAVES: dict[str, Callable[[Any, Path], Any]] = {
     "of a part": lambda model, _: model.model.layers[0].state_dict(),
     "get_model_state_dict": lambda model, _: get_model_state_dict(model),
     "full": lambda model, _: get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)),
+    "safetensors": lambda model, folder: safetensors.torch.save_model(model, folder / "model.safetensors"),
+    "compiled": lambda model, _: torch.compile(model).state_dict(),
 }
 
 
@@ -105,15 +108,18 @@ def test_what_would_lose_experts_says_what_to_call(way: str, tmp_path: Path) -> 
     def body(group: Any) -> None:
         model = tiny_model(MIXTRAL)
         with use_expert_parallel(model, group, **OPTIONS):
-            text = (
-                r"has experts [02] to [13] of 4: its state_dict would lack the others\. Call, on all ranks, save_pret"
-            )
+            text = r"has experts [02] to [13] of 4: its state_dict would lack the others; call, on all ranks, save_pret"
             with pytest.raises(nccl_ep.UsageError, match=text):
                 SAVES[way](model, tmp_path)
-            with pytest.raises((TypeError, pickle.PicklingError)):
-                copy.deepcopy(model)
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("call", [copy.deepcopy, pickle.dumps, lambda model: torch.save(model, io.BytesIO())])
+def test_a_whole_model_is_neither_copied_nor_pickled(call: Callable[[Any], Any]) -> None:
+    model, text = tiny_model(MIXTRAL), r"neither pickled nor copied.*: call, on all ranks, save_pretrained"
+    with use_expert_parallel(model, None, **OPTIONS), pytest.raises(nccl_ep.UsageError, match=text):
+        call(model)
 
 
 def test_one_rank_has_them_all(tmp_path: Path) -> None:
@@ -142,6 +148,9 @@ def test_load_state_dict() -> None:
             assert not any(model.load_state_dict(given))
             assert given.keys() == whole.keys() and all(given[name] is each for name, each in whole.items())
             assert all(each.shape[0] == EXPERTS // 2 for module in experts_of(model) for each in module.parameters())
+            model.load_state_dict(given, assign=True)
+            for each in (each for module in experts_of(model) for each in module.parameters()):
+                assert each.untyped_storage().nbytes() == each.nbytes
             return full_state_dict(model)
 
     assert_same(run_ranks(2, body)[0], want, exact=True)
@@ -222,21 +231,18 @@ def test_dcp_at_another_number_of_ranks(tmp_path: Path) -> None:
     assert_same({name: torch.from_numpy(each) for name, each in found[0].items()}, changed(MIXTRAL))
 
 
-def wrap(rank: int) -> dict[str, Any]:
-    """FSDP2 on all but the experts; rank 0 saves what is whole."""
-    model = tiny_model(MIXTRAL)
-    with use_expert_parallel(model, dist.group.WORLD, **OPTIONS):
-        ignored = {each for module in experts_of(model) for each in module.parameters()}
-        for layer in model.model.layers:
-            fully_shard(layer, ignored_params=ignored)
-        fully_shard(model, ignored_params=ignored)
-        return {name: each.numpy() for name, each in full_state_dict(model).items()}
+def save_beside_rank_0(rank: int, folder: str) -> None:
+    group = dist.new_group([1, 2])
+    if rank:
+        with use_expert_parallel(model := tiny_model(MIXTRAL), group, **OPTIONS):
+            save_pretrained(model, folder)
 
 
-def test_fsdp2_around_the_experts(tmp_path: Path) -> None:
-    first, second = run_processes(2, wrap, tmp_path)
-    assert second == {}
-    assert_same({name: torch.from_numpy(each) for name, each in first.items()}, tiny_model(MIXTRAL), exact=True)
+def test_a_group_without_rank_0_of_the_default_group(tmp_path: Path) -> None:
+    """Its own rank 0 writes, which transformers alone would not do."""
+    run_processes(3, save_beside_rank_0, tmp_path, str(tmp_path / "saved"))
+    stock = tiny_model(MIXTRAL)
+    assert_same(type(stock).from_pretrained(tmp_path / "saved").state_dict(), stock, exact=True)
 
 
 def data_parallel(rank: int) -> list[Any]:

@@ -14,14 +14,12 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 from nccl_ep.integrations.transformers import use_expert_parallel  # noqa: E402
 from nccl_ep.testing import run_ranks  # noqa: E402
-from tests.frameworks.tiny_models import VOCABULARY, experts_classes, tiny_model  # noqa: E402
+from tests.frameworks.tiny_models import VOCABULARY, experts_classes, model_type_of, run, tiny_model  # noqa: E402
 
 
 def result_of(model: Any, rank: int) -> torch.Tensor:
     ids = torch.randint(3, VOCABULARY, (2, 7 + rank), generator=torch.Generator().manual_seed(rank))
-    with torch.no_grad():
-        out: torch.Tensor = model(ids)[0]
-    return out
+    return run(model, ids)
 
 
 @pytest.mark.parametrize("name", experts_classes())
@@ -42,7 +40,7 @@ def test_every_model(name: str) -> None:
 
 
 def test_the_page_lists_them() -> None:
-    types = sorted({model_type for model_type, _ in experts_classes().values()})
+    types = sorted({model_type_of(name) for name in experts_classes()})
     page = (Path(__file__).parents[2] / "docs/migrating_from_deepep.md").read_text()
     listed = re.search(r"beside itself on\s+one\.\n\n(.*?)\.\n\n", page, re.DOTALL)
     assert listed is not None and listed[1].replace(",", " ").split() == types

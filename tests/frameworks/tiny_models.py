@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,10 @@ import torch
 import transformers
 
 EXPERTS, VOCABULARY = 4, 64
-_DECORATOR = "@use_experts_implementation"
+_DECORATOR = "\n@use_experts_implementation"
+_DECORATED = re.compile(_DECORATOR + r"[^\n]*\nclass (\w+)\(")
+_drawing = threading.Lock()  # ranks that are threads draw from one generator
+_TAKE_EMBEDDINGS = ("Qwen3OmniMoeTalkerModel",)
 _ALWAYS: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64,
@@ -63,25 +68,32 @@ ITS_OWN: dict[str, dict[str, Any]] = {
 
 
 @functools.cache
-def experts_classes() -> dict[str, tuple[str, type]]:
-    """Names of all classes of experts that transformers can replace: their model type, and the class."""
-    found = {}
+def experts_classes() -> dict[str, str]:
+    """Names of all classes of experts that transformers can replace, and the modules that have them."""
+    found: dict[str, str] = {}
     for path in sorted((Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")):
-        if _DECORATOR not in path.read_text():
-            continue
-        module = importlib.import_module(f"transformers.models.{path.parent.name}.{path.stem}")
-        for name, kind in inspect.getmembers(module, inspect.isclass):
-            if kind.__module__ == module.__name__ and inspect.getsource(kind).startswith(_DECORATOR):
-                found[name] = (path.parent.name, kind)
+        text = path.read_text()
+        names = _DECORATED.findall(text)
+        assert len(names) == text.count(_DECORATOR), path
+        found |= dict.fromkeys(names, f"transformers.models.{path.parent.name}.{path.stem}")
     return found
+
+
+def model_type_of(name: str) -> str:
+    return experts_classes()[name].split(".")[2]
 
 
 def tiny_model(name: str) -> Any:
     """A model with experts of this class, eager, on the CPU, in float32."""
-    model_type, kind = experts_classes()[name]
+    with _drawing:
+        return _tiny_model(name)
+
+
+def _tiny_model(name: str) -> Any:
+    kind = getattr(importlib.import_module(experts_classes()[name]), name)
     for model_class in _models_of(kind):
         torch.manual_seed(3)
-        made = model_class(_config_of(model_class.config_class, ITS_OWN.get(model_type, {})))
+        made = model_class(_config_of(model_class.config_class, ITS_OWN.get(model_type_of(name), {})))
         experts = [module for module in made.modules() if isinstance(module, kind)]
         if experts:
             made.set_experts_implementation("eager")
@@ -90,6 +102,14 @@ def tiny_model(name: str) -> Any:
                     torch.nn.init.normal_(each, std=0.3)
             return made.eval()
     raise AssertionError(f"no model with {name} was found")
+
+
+def run(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """The first of what the model returns. Some models are given embeddings, and have none for tokens."""
+    with torch.no_grad():
+        takes = "inputs_embeds" if type(model).__name__ in _TAKE_EMBEDDINGS else "input_ids"
+        out: torch.Tensor = model(**{takes: model.get_input_embeddings()(ids) if takes != "input_ids" else ids})[0]
+    return out
 
 
 def _models_of(kind: type) -> Iterator[Any]:
