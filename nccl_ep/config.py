@@ -25,6 +25,7 @@ WIRE_FORMATS = _C.wire_formats()  # of partial sums alone, and their codes
 WEIGHTINGS = NONE, DISPATCH, HOME = range(3)  # csrc/runtime/options.h, Weighting
 
 Numbers = tuple[int, ...]
+_LAYOUTS = tuple(Layout)
 _Options = tuple[tuple[str, float, bool], ...]
 
 
@@ -97,8 +98,8 @@ def dispatch_numbers(*given: Any) -> tuple[str, Layout, int, int, Numbers]:
             ``dispatch``; top-k, the bytes of a row of x where the mode is "auto", and the buffer's ranks and
             ``ll_max_tokens``.
     """
-    made: tuple[str, Layout, int, int, Numbers] = _of_library("dispatch_numbers", given)
-    return made
+    mode, layout, capacity, max_tokens, numbers = _of_library("dispatch_numbers", given)
+    return mode, _LAYOUTS[layout], capacity, max_tokens, numbers
 
 
 def cached_numbers(handle: Handle, quant: str | None, zero_padding: bool, num_sms: int) -> Numbers:
@@ -149,7 +150,9 @@ def _constant(function: str, *given: Any) -> tuple[Any, str | None, bool]:
     """What it returns, what it says where it refuses, and whether that is a TypeError. (An exception here would be a
     fault of dynamo's to dynamo.)"""
     try:
-        return getattr(_C, function)(*given), None, False
+        made = getattr(_C, function)(*given)
+        # A compiler would compare an object that is a global, too, with this one, which has no name.
+        return tuple([int(each) if isinstance(each, Layout) else each for each in made]), None, False
     except (TypeError, ValueError) as error:
         return None, str(error), isinstance(error, TypeError)
 

@@ -14,7 +14,7 @@ from ..buffer import Buffer
 from ..errors import UsageError
 from ..functional import dispatch
 
-_SHARE = "_nccl_ep"  # attribute of an experts module
+_STATE = "_nccl_ep"  # attribute of an experts module
 _CALLS = (
     "call, on all ranks, save_pretrained(model, folder), full_state_dict(model) or, for torch.distributed.checkpoint, "
     "sharded_state_dict(model) of nccl_ep.integrations.transformers"
@@ -47,7 +47,7 @@ class Share:
 
 
 def share_of(module: torch.nn.Module) -> Share | None:
-    return getattr(module, _SHARE, None)
+    return getattr(module, _STATE, None)
 
 
 def stacks_of(module: Any) -> dict[str, torch.Tensor]:
@@ -73,7 +73,7 @@ def keep_share(module: Any, share: Share, kept: dict[int, torch.Tensor]) -> None
         setattr(module, name, kept[id(each)])
     share.names = list(stacks)
     module.num_experts = share.num_local
-    setattr(module, _SHARE, share)
+    setattr(module, _STATE, share)
     module.register_state_dict_post_hook(_put_whole)
     module.register_load_state_dict_pre_hook(_take_share)
 

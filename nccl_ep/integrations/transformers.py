@@ -23,7 +23,7 @@ from ..buffer import Buffer
 from ..checks import MAX_TOPK
 from ..errors import SystemError, UsageError
 from ..functional import combine, dispatch
-from .expert_share import Share, full_state_dict, keep_share, sharded_state_dict, share_of, stacks_of, whole
+from .expert_share import _STATE, Share, full_state_dict, keep_share, sharded_state_dict, share_of, stacks_of, whole
 
 __all__ = ["full_state_dict", "save_pretrained", "sharded_state_dict", "use_expert_parallel"]
 
@@ -171,7 +171,7 @@ def _experts_of(model: torch.nn.Module) -> dict[str, Any]:
 
 def _check(name: str, module: Any, ranks: int) -> None:
     """Raises what keeps a layer from being shared out."""
-    if getattr(module, "_is_expert_parallel", False) or share_of(module) is not None:
+    if getattr(module, "_is_expert_parallel", False) or hasattr(module, _STATE):
         raise ValueError(f"{name}: its experts are shared out already")
     if not hasattr(type(module).forward, "__wrapped__"):
         raise TypeError(f"{name} is a {type(module).__name__}, whose forward() transformers does not look up")
