@@ -1,14 +1,12 @@
 #include "api/c_live.h"
 
-#include <pthread.h>
-
 #include <mutex>
-#include <new>
 #include <optional>
 #include <shared_mutex>
 #include <unordered_map>
 
 #include "base/check.h"
+#include "base/fork.h"
 
 namespace ep::c {
 namespace {
@@ -44,19 +42,13 @@ class LiveObjects {
   }
 
  private:
-  // A fork has the objects whole, and a mutex of its own: threads that wait for the parent's are counted in that.
-  LiveObjects() {
-    pthread_atfork([] { all().mutex_.lock(); }, [] { all().mutex_.unlock(); },
-                   [] { new (&all().mutex_) std::shared_mutex; });
-  }
-
   static void check(std::optional<ObjectKind> found, const void* object, ObjectKind kind) {
     EP_CHECK(object != nullptr, name_of(kind), " is null");
     EP_CHECK(found, name_of(kind), " at address ", object, " was destroyed, or never made");
     EP_CHECK(*found == kind, name_of(kind), " at address ", object, " is a ", name_of(*found));
   }
 
-  mutable std::shared_mutex mutex_;
+  std::shared_mutex& mutex_ = process_mutex<LiveObjects, std::shared_mutex>();
   std::unordered_map<const void*, ObjectKind> kinds_;
 };
 

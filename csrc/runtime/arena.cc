@@ -2,12 +2,13 @@
 
 #include <algorithm>
 
+#include "base/fork.h"
 #include "layout/ht/offsets.h"
 
 namespace ep {
 
 Arena::Arena(char* base, Offset offset, uint64_t bytes, std::shared_ptr<void> owner)
-    : base_(base), offset_(offset), bytes_(bytes), owner_(std::move(owner)) {
+    : base_(base), offset_(offset), bytes_(bytes), owner_(std::move(owner)), forks_(num_forks()) {
   if (bytes > 0) free_[0] = bytes;
 }
 
@@ -26,6 +27,7 @@ std::shared_ptr<void> Arena::take(const std::shared_ptr<Arena>& arena, uint64_t 
 }
 
 void Arena::give_back(uint64_t start, uint64_t size) {
+  if (num_forks() != forks_) return;  // of the parent, one of whose threads may hold the mutex for ever
   std::lock_guard lock(mutex_);
   auto next = free_.lower_bound(start);
   if (next != free_.end() && next->first == start + size) {

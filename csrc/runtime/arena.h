@@ -31,6 +31,7 @@ class Arena {
   const Offset offset_;
   const uint64_t bytes_;
   const std::shared_ptr<void> owner_;
+  const int forks_;
   mutable std::mutex mutex_;
   std::map<uint64_t, uint64_t> free_;  // start: size, no two adjacent
 };

@@ -8,6 +8,7 @@
 #include <array>
 #include <cstring>
 #include <optional>
+#include <utility>
 
 #include "api/factory.h"
 #include "base/check.h"
@@ -15,6 +16,7 @@
 #include "torch/call/given.h"
 #include "torch/common/errors.h"
 #include "torch/common/interruption.h"
+#include "torch/common/lock.h"
 #include "torch/ops/fast_call.h"
 #include "torch/ops/registry.h"
 #include "torch/policy.h"
@@ -39,9 +41,12 @@ class PythonBootstrap : public Bootstrap {
   int rank() const override { return rank_; }
   int num_ranks() const override { return num_ranks_; }
   std::vector<std::string> allgather(std::string_view mine) override {
-    py::gil_scoped_acquire gil;
+    const LockHold lock;
     std::vector<std::string> all;
-    for (py::handle item : allgather_(py::bytes(mine.data(), mine.size()))) all.push_back(item.cast<std::string>());
+    const py::bytes own(mine.data(), mine.size());
+    const auto gathered = py::reinterpret_steal<py::object>(call_python(allgather_.ptr(), own.ptr()));
+    if (!gathered) throw py::error_already_set();
+    for (py::handle item : gathered) all.push_back(item.cast<std::string>());
     if (all.size() != static_cast<size_t>(num_ranks_)) {
       raise(ErrorKind::kMismatch, "the group has ", num_ranks_, " ranks, but ", all.size(), " answered");
     }
@@ -61,7 +66,7 @@ class NamedGroup {
     PythonBootstrap bootstrap(rank, num_ranks, std::move(allgather));
     GroupConfig named = config;
     named.name = name_;
-    py::gil_scoped_release no_gil;
+    const LockRelease no_lock;
     try {
       group_ = make_group(bootstrap, named);
     } catch (const Error&) {
@@ -72,26 +77,32 @@ class NamedGroup {
   }
   ~NamedGroup() { destroy(); }
   void destroy() {
-    if (getpid() != process_) {  // a fork: threads to join are not here, and the registry's lock may be held for ever
-      static_cast<void>(new std::shared_ptr<Group>(std::move(group_)));
-      return;
-    }
-    py::gil_scoped_release no_gil;
+    if (getpid() != process_) leave();  // a fork: threads to join are not here
+    if (is_left_) return;
+    const bool is_end = is_interpreter_ending();
+    const LockRelease no_lock;
     const std::shared_ptr<Registered> last = unregister_group(id_);
+    if (is_end && last.use_count() > 1) return leave();  // a daemon thread is in a call: nobody can end it any more
     group_->destroy();  // first: a failed buffer's kernels end, and `last` waits for them before it frees its pool
   }
   Group& group() { return *group_; }
   int64_t id() const { return id_; }
   void clean_masks(py::function allgather) {
     PythonBootstrap bootstrap(group_->rank(), group_->num_ranks(), std::move(allgather));
-    py::gil_scoped_release no_gil;
+    const LockRelease no_lock;
     group_->clean_masks(bootstrap);
   }
 
  private:
+  // The process ends with the group as it is.
+  void leave() {
+    if (!std::exchange(is_left_, true)) static_cast<void>(new std::shared_ptr<Group>(group_));
+  }
+
   std::string name_;
   int64_t id_ = 0;
   pid_t process_ = getpid();
+  bool is_left_ = false;
   std::shared_ptr<Group> group_;
 };
 
@@ -357,7 +368,7 @@ void define_group(py::module_& m) {
 std::unique_ptr<NetworkProbe> make_probe(int rank, int num_ranks, py::function allgather, int device, int domain_size,
                                          uint64_t window_bytes, int num_contexts, double seconds) {
   PythonBootstrap bootstrap(rank, num_ranks, std::move(allgather));
-  py::gil_scoped_release no_gil;
+  const LockRelease no_lock;
   try {
     Session session(bootstrap, Collective::kMakeBuffer);
     return std::make_unique<NetworkProbe>(session, device, Topology::make(num_ranks, domain_size), window_bytes,
@@ -371,7 +382,7 @@ std::unique_ptr<NetworkProbe> make_probe(int rank, int num_ranks, py::function a
 py::bytes read_probe(NetworkProbe& probe, uint64_t offset, uint64_t bytes) {
   std::string data(bytes, '\0');
   {
-    py::gil_scoped_release no_gil;
+    const LockRelease no_lock;
     probe.read(offset, data.data(), bytes);
   }
   return data;
@@ -379,13 +390,13 @@ py::bytes read_probe(NetworkProbe& probe, uint64_t offset, uint64_t bytes) {
 
 double exchange_probe(NetworkProbe& probe, std::vector<int> peers, int messages, uint64_t bytes, uint64_t source,
                       uint64_t target, int rounds, int warm_up, double seconds) {
-  py::gil_scoped_release no_gil;
+  const LockRelease no_lock;
   return probe.exchange({std::move(peers), messages, bytes, 0, source, target, rounds, warm_up, seconds});
 }
 
 void enqueue_probe(NetworkProbe& probe, std::vector<int> peers, int messages, uint64_t bytes, uint64_t first_bytes,
                    uint64_t source, uint64_t target, double seconds, uint64_t stream) {
-  py::gil_scoped_release no_gil;
+  const LockRelease no_lock;
   probe.enqueue({std::move(peers), messages, bytes, first_bytes, source, target, 1, 0, seconds},
                 reinterpret_cast<cudaStream_t>(stream));
 }

@@ -7,6 +7,8 @@
 #include <mutex>
 #include <string>
 
+#include "base/fork.h"
+
 namespace ep {
 
 // 128 random bits, which are never drawn twice.
@@ -45,11 +47,8 @@ class LocalObjects {
   }
 
  private:
-  // Both outlive every static object that holds a buffer.
-  static std::mutex& mutex() {
-    static std::mutex& mutex = *new std::mutex;
-    return mutex;
-  }
+  static std::mutex& mutex() { return process_mutex<LocalObjects, std::mutex>(); }
+  // Outlives every static object that holds a buffer.
   static std::map<Token, std::weak_ptr<T>>& objects() {
     static auto& objects = *new std::map<Token, std::weak_ptr<T>>;
     return objects;

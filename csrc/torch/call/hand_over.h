@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "torch/call/python.h"
+#include "torch/common/lock.h"
 #include "torch/ops/op_types.h"
 
 namespace ep::call {
@@ -45,7 +46,7 @@ Result call_op(const c10::TypedOperatorHandle<Result(Args...)>& op, bool is_plai
                const std::type_identity_t<Args>&... args) {
   if (!is_plain) return result_of<Result>(call_by_python(op, tuple_of(as_python(args)...)));
   const bool wants_gradient = (gradients::wants_any(args) || ...);
-  const py::gil_scoped_release no_gil;
+  const LockRelease no_lock;
   std::optional<at::AutoDispatchBelowAutograd> below;
   if (!wants_gradient) below.emplace();
   const PackedResultsScope packed(true);

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "torch/call/types.h"
+#include "torch/common/lock.h"
 
 #if defined(EP_WITH_CUDA)
 #include <c10/core/impl/GPUTrace.h>
@@ -121,7 +122,7 @@ PyObject* wait(PyObject* self, PyObject* const* given, Py_ssize_t count, PyObjec
   const bool is_given = count + num_names == 1 && given[0] != Py_None;
   const c10::Stream stream = is_given ? stream_of(given[0]) : current_stream_of(device.getDevice());
   {
-    const py::gil_scoped_release no_gil;
+    const LockRelease no_lock;
     wait_for(fields.event, stream);
   }
   fields.has_been_awaited |= stream == fields.caller;
@@ -135,7 +136,7 @@ PyObject* query(PyObject* self, PyObject*) {
 }
 PyObject* synchronize(PyObject* self, PyObject*) {
   HANDLE_TH_ERRORS {
-    const py::gil_scoped_release no_gil;
+    const LockRelease no_lock;
     fields_of(self).event.synchronize();
   }
   Py_RETURN_NONE;

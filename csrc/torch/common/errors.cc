@@ -4,6 +4,8 @@
 
 #include <string_view>
 
+#include "torch/common/lock.h"
+
 namespace py = pybind11;
 
 namespace ep {
@@ -41,13 +43,13 @@ void set_in_python(const Error& error) {
 }
 
 void throw_overflow(const std::string& text) {
-  const py::gil_scoped_acquire gil;
+  const LockHold lock;
   set("OverflowError", text);
   throw py::error_already_set();
 }
 
 void throw_in_python(const Error& error) {
-  const py::gil_scoped_acquire gil;
+  const LockHold lock;
   set_in_python(error);
   throw py::error_already_set();
 }

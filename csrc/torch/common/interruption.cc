@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/interruption.h"
+#include "torch/common/lock.h"
 
 namespace py = pybind11;
 
@@ -14,18 +15,10 @@ namespace {
 
 thread_local std::optional<py::error_already_set> raised;
 
-bool is_finalizing() {
-#if PY_VERSION_HEX >= 0x030D0000
-  return Py_IsFinalizing() != 0;
-#else
-  return _Py_IsFinalizing() != 0;
-#endif
-}
-
 // Handlers run in the main thread only, in others there is nothing to find.
 bool has_raised() {
-  if (is_finalizing()) return false;  // whoever asks for the interpreter's lock then, never comes back
-  const py::gil_scoped_acquire gil;
+  if (is_interpreter_ending()) return false;  // whoever asks for the interpreter's lock then, never comes back
+  const LockHold lock;
   if (PyErr_CheckSignals() == 0) return false;
   raised.emplace();
   return true;

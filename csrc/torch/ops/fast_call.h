@@ -23,6 +23,7 @@
 #include <utility>
 #include <vector>
 
+#include "torch/common/lock.h"
 #include "torch/ops/device.h"
 #include "torch/ops/gradient_wanted.h"
 #include "torch/ops/op_types.h"
@@ -183,7 +184,7 @@ struct Call<kName, kBatchSize, Result(Args...)> {
     if (!is_plain) return PyObject_Vectorcall(usual, given, count, names);
     const bool wants_gradient = (gradients::wants_any(std::get<kIndex>(args).get()) || ...);
     const auto enqueue = [&] {
-      pybind11::gil_scoped_release no_gil;
+      const LockRelease no_lock;
       std::optional<at::AutoDispatchBelowAutograd> below;
       if (!wants_gradient) below.emplace();
       const PackedResultsScope packed(kBatchSize);

@@ -1,10 +1,8 @@
 #include "torch/ops/registry.h"
 
-#include <pthread.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <mutex>
 #include <random>
 #include <shared_mutex>
@@ -12,6 +10,7 @@
 #include <vector>
 
 #include "base/check.h"
+#include "base/fork.h"
 
 namespace ep {
 namespace {
@@ -25,19 +24,14 @@ int64_t first_id() {
 }
 
 struct Registry {
-  std::shared_mutex mutex;
+  std::shared_mutex& mutex = process_mutex<Registry, std::shared_mutex>();
   std::vector<std::shared_ptr<Registered>> groups;  // by id; null: destroyed
   std::vector<std::string> names;                   // of all that there were
-  std::atomic<int> forks = 0;  // counted, because asking for the process id at every call is a call of the kernel
 };
 
 Registry& registry() {
-  static Registry* instance = [] {
-    static auto* made = new Registry;  // never destroyed: buffers may outlive static objects
-    pthread_atfork(nullptr, nullptr, [] { made->forks++; });
-    return made;
-  }();
-  return *instance;
+  static Registry& instance = *new Registry;  // never destroyed: buffers may outlive static objects
+  return instance;
 }
 
 int64_t id_of(const at::Tensor& seq) {
@@ -53,7 +47,7 @@ int64_t register_group(const std::string& name, std::shared_ptr<Group> group) {
   entry->name = name;
   entry->group = std::move(group);
   entry->process = getpid();
-  entry->forks = registry().forks;
+  entry->forks = num_forks();
   std::unique_lock lock(registry().mutex);
   auto& groups = registry().groups;
   const bool is_new = std::none_of(groups.begin(), groups.end(),
@@ -78,7 +72,7 @@ std::shared_ptr<Registered> find_group(const at::Tensor& seq) {
   const std::shared_ptr<Registered>& entry = groups[index];
   EP_CHECK_USAGE(entry != nullptr, "the buffer ", registry().names[index], " was destroyed");
   // A fork has the parent's window, but neither its threads nor its place among the ranks.
-  EP_CHECK_USAGE(entry->forks == registry().forks, "the buffer ", entry->name, " belongs to process ", entry->process,
+  EP_CHECK_USAGE(entry->forks == num_forks(), "the buffer ", entry->name, " belongs to process ", entry->process,
                  ", this is its fork ", getpid(), ": make a buffer here");
   return entry;
 }
