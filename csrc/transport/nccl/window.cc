@@ -127,13 +127,15 @@ std::shared_ptr<NcclComm> NcclComm::agree(Bootstrap& bootstrap, int device, doub
   std::vector<std::shared_ptr<NcclComm>> mine;
   std::string offer;
   {
+    std::vector<std::shared_ptr<NcclComm>> others;  // their other users may let go meanwhile: they end without the lock
     std::lock_guard lock(registry().mutex);
     std::erase_if(registry().comms, [](const auto& comm) { return comm.expired(); });
     for (const auto& weak : registry().comms) {
       auto comm = weak.lock();
-      if (!comm || !comm->fits(rank, num_ranks, device)) continue;
-      offer.append(reinterpret_cast<const char*>(&comm->id_), sizeof comm->id_);
-      mine.push_back(std::move(comm));
+      if (!comm) continue;
+      const bool fits = comm->fits(rank, num_ranks, device);
+      if (fits) offer.append(reinterpret_cast<const char*>(&comm->id_), sizeof comm->id_);
+      (fits ? mine : others).push_back(std::move(comm));
     }
   }
   if (const uint64_t id = common_id(bootstrap.allgather(offer))) {
