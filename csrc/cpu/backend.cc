@@ -40,6 +40,7 @@ class CpuBackend : public Backend {
     state_.masks_late = config.masks_late_ranks;
     state_.heartbeats_at = window.heartbeats.offset;
     const size_t num_ranks = transport_->topology().num_ranks;
+    state_.next_calls = NextCalls(window, static_cast<int>(num_ranks));
     state_.wire = {std::vector<uint64_t>(num_ranks), std::vector<uint64_t>(num_ranks),
                    std::vector<uint64_t>(num_ranks)};
   }
@@ -63,6 +64,9 @@ class CpuBackend : public Backend {
   void restart(const LlEpochs& epochs) override {
     rest_rows(transport_->local_window(), window_);
     std::copy_n(epochs.of, kNumKinds, state_.epoch);
+    for (const Kind kind : {Kind::kDispatch, Kind::kCombine}) {
+      state_.next_calls.begin(false, kind, epochs.of[static_cast<int>(kind)]);
+    }
   }
   void unmask_all() override { state_.masked = 0; }
   bool trusts_handles() const override { return true; }

@@ -180,10 +180,8 @@ Failure Group::failure_in_full(Backend& backend) const {
   Failure failure = backend.failure();
   if (failure.code != Failure::kTimeout || failure.missing != 0) return failure;
   if (failure.awaited == Awaited::kRowSignal) return failure;  // which is of no other rank
-  OpHeader record;
   for (int r = 0; r < std::min(num_ranks(), 64); r++) {
-    const bool is_heard =
-        find_header(backend, r, static_cast<int>(failure.kind), failure.is_ht != 0, failure.epoch, record);
+    const bool is_heard = find_header(backend, r, failure.kind, failure.is_ht != 0, failure.epoch).has_value();
     if (r != rank_ && !is_heard) failure.missing |= 1ull << r;
   }
   return failure;
@@ -195,31 +193,23 @@ std::string Group::other_calls(Backend& backend, const Failure& failure) const {
   const Report report = backend.report(false);
   for (int r = 0; r < std::min(num_ranks(), 64); r++) {
     if ((failure.missing >> r & 1) == 0) continue;
-    for (int kind = 0; kind < kNumKinds; kind++) {
-      const uint64_t epochs[] = {report.epochs[kind] + 1, report.ht_epochs[kind] + 1};
+    for (const Kind kind : {Kind::kDispatch, Kind::kCombine}) {
+      const int index = static_cast<int>(kind);
+      const uint64_t epochs[] = {report.epochs[index] + 1, report.ht_epochs[index] + 1};
       for (uint32_t is_ht : {0u, 1u}) {
-        if (static_cast<Kind>(kind) == failure.kind && is_ht == failure.is_ht) continue;
-        if (is_ht ? window_.ht.message_words == 0 : has_unreceived_send_[kind]) continue;
-        OpHeader theirs;
-        if (find_header(backend, r, kind, is_ht != 0, epochs[is_ht], theirs)) {
-          text += concat("; rank ", r, " called ", describe(theirs), " instead");
-        }
+        if (kind == failure.kind && is_ht == failure.is_ht) continue;
+        if (is_ht ? window_.ht.message_words == 0 : has_unreceived_send_[index]) continue;
+        const auto theirs = find_header(backend, r, kind, is_ht != 0, epochs[is_ht]);
+        if (theirs) text += concat("; rank ", r, " called ", describe(*theirs), " instead");
       }
     }
   }
   return text;
 }
 
-bool Group::find_header(Backend& backend, int source, int kind, bool is_ht, uint64_t epoch, OpHeader& record) const {
-  const uint64_t words = is_ht ? window_.ht.message_words : OpHeader::kWords;
-  const Offset records = is_ht ? window_.ht.messages[kind].offset : window_.kind[kind].headers.offset;
-  const Offset at = records + (static_cast<Offset>(bank_of(epoch)) * num_ranks() + source) * words * sizeof(TaggedWord);
-  for (int i = 0; i < OpHeader::kWords; i++) {
-    const uint64_t word = backend.window_word(at + i * sizeof(TaggedWord));
-    if (word >> 32 != tag_of(epoch)) return false;
-    record.words[i] = static_cast<uint32_t>(word);
-  }
-  return true;
+std::optional<OpHeader> Group::find_header(Backend& backend, int source, Kind kind, bool is_ht, uint64_t epoch) const {
+  const auto word_at = [&backend](Offset at) { return backend.window_word(at); };
+  return window_.find_header(is_ht, kind, epoch, num_ranks(), source, word_at);
 }
 
 void Group::check() {

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 
 #include "layout/window.h"
@@ -118,7 +119,7 @@ class Group {
   Failure failure_in_full(Backend& backend) const;
   // Of a call that some ranks did not come to: what those have called in its place, as far as it has been heard here.
   std::string other_calls(Backend& backend, const Failure& failure) const;
-  bool find_header(Backend& backend, int source, int kind, bool is_ht, uint64_t epoch, OpHeader& record) const;
+  std::optional<OpHeader> find_header(Backend& backend, int source, Kind kind, bool is_ht, uint64_t epoch) const;
   void note_phase(Kind kind, Phase phase);
   // Of the call that comes, or, for a receive, of the one that was sent.
   uint64_t call_number(Kind kind, Phase phase) const {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -185,5 +186,80 @@ def test_ranks_of_different_versions_make_no_buffer(monkeypatch: pytest.MonkeyPa
     def body(group: ThreadGroup) -> None:
         with pytest.raises(nccl_ep.MismatchError, match=r"wire format: rank \d has \d+, rank \d has \d+"):
             nccl_ep.Buffer(ends[group.rank()], device="cpu")
+
+    run_ranks(2, body)
+
+
+WAYS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], bool]] = {  # usual, odd, whether all dispatch before
+    "modes": (lambda c: c.dispatch(mode="ll"), lambda c: c.dispatch(mode="ht"), False),
+    "modes that were chosen": (lambda c: c.dispatch(mode="auto"), lambda c: c.dispatch(mode="auto", most=4096), False),
+    "exact sizes": (lambda c: c.dispatch(mode="ll"), lambda c: c.dispatch(mode="auto", capacity="exact"), False),
+    "ll dispatch and combine": (lambda c: c.dispatch(mode="ll"), lambda c: c.combine("ll"), True),
+    "ht dispatch and combine": (lambda c: c.dispatch(mode="ht"), lambda c: c.combine("ht"), True),
+    "combines of both modes": (lambda c: c.combine("ll"), lambda c: c.combine("ht"), True),
+    "split": (lambda c: c.dispatch_send().receive(), lambda c: c.combine("ll"), True),
+}
+
+
+class _Calls:
+    """Of one rank, in both modes."""
+
+    def __init__(self, buffer: nccl_ep.Buffer) -> None:
+        self.x, self.ids = torch.ones(3, 64, dtype=torch.bfloat16), torch.tensor([[0, 3]] * 3)
+        self.given: dict[str, Any] = {"buffer": buffer, "num_experts": 4}
+        self.before: dict[str, nccl_ep.DispatchOutput] = {}
+
+    def dispatch(self, mode: str, most: int = 8, **how: Any) -> nccl_ep.DispatchOutput:
+        return nccl_ep.dispatch(self.x, self.ids, mode=mode, max_tokens=most, layout="flat", **self.given, **how)
+
+    def dispatch_send(self) -> Any:
+        return nccl_ep.dispatch_send(self.x, self.ids, max_tokens=8, **self.given)
+
+    def combine(self, mode: str) -> torch.Tensor:
+        out = self.before[mode]
+        return nccl_ep.combine(out.x, out.handle)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_different_places_of_headers(num_ranks: int, way: str) -> None:
+    """Low latency and high throughput, dispatch and combine: each rank looks where the others could be."""
+    usual, odd, dispatches_before = WAYS[way]
+
+    def body(group: ThreadGroup) -> str:
+        with nccl_ep.Buffer.for_shapes(
+            group, max_tokens=4096, hidden=64, topk=2, num_experts=4, mode="auto", device="cpu", timeout=PATIENCE
+        ) as buffer:
+            calls = _Calls(buffer)
+            if dispatches_before:
+                calls.before = {mode: calls.dispatch(mode) for mode in ("ll", "ht")}
+            with Clock(PATIENCE / 2), pytest.raises(nccl_ep.MismatchError) as caught:
+                (odd if group.rank() == num_ranks - 1 else usual)(calls)
+            return str(caught.value)
+
+    for rank, text in enumerate(run_ranks(num_ranks, body)):
+        other = 0 if rank == num_ranks - 1 else num_ranks - 1
+        assert re.search(rf"rank {rank} called .*, rank {other} called ", text), text
+
+
+def test_calls_that_overtake_are_no_disagreement() -> None:
+    """A rank that is late between two sends, and one that is ahead by a whole call of another place."""
+
+    def body(group: ThreadGroup) -> None:
+        with nccl_ep.Buffer.for_shapes(
+            group, max_tokens=8, hidden=64, topk=2, num_experts=4, mode="auto", device="cpu", timeout=PATIENCE
+        ) as buffer:
+            calls = _Calls(buffer)
+            calls.before = {mode: calls.dispatch(mode) for mode in ("ll", "ht")}
+            for late in range(4):
+                pending = calls.dispatch_send()
+                if group.rank() == late % 2:
+                    time.sleep(0.1)
+                calls.combine("ll")
+                if group.rank() == late // 2:
+                    time.sleep(0.1)
+                calls.combine("ht")
+                pending.receive()
+                calls.dispatch("ht")
 
     run_ranks(2, body)

@@ -5,6 +5,7 @@
 #include <mutex>
 
 #include "cpu/common/heartbeats.h"
+#include "cpu/common/next_calls.h"
 #include "cpu/common/wait.h"
 #include "layout/ht/offsets.h"
 #include "layout/ll/offsets.h"
@@ -39,6 +40,7 @@ struct CpuState {
   uint64_t masked = 0;      // bit r: rank r is
   Heartbeats heartbeats;
   Offset heartbeats_at = 0;  // in every window
+  NextCalls next_calls;
   InvalidIds invalid_ids;
   uint64_t dropped_rows = 0;
   WireBytes wire;

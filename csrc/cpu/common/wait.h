@@ -42,7 +42,7 @@ class Deadline {
   // Until `ready` is true. At any other end it was never true.
   template <class Ready>
   End wait_until(Ready ready) {
-    return wait_until(ready, [this](Clock::time_point now) { return now > end(); });
+    return wait_until(ready, [this](Clock::time_point now) { return is_over(now); });
   }
   // The same; `is_late(now)` says whether the deadline has passed. Everything goes by the clock: on a machine whose
   // cores are all busy, to give the core away once may take as long as thousands of times elsewhere.
@@ -67,6 +67,7 @@ class Deadline {
     }
   }
 
+  bool is_over(Clock::time_point now) const { return now > end(); }
   // Whether it is too late to wait for a rank whose last heartbeat was at `lived_at`.
   bool is_late(Clock::time_point now, Clock::time_point lived_at) const {
     return now > end() && (now > lived_at + length() || now > end() + rounded((kMaxDeadlines - 1) * length()));

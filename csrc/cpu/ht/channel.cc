@@ -18,7 +18,9 @@ HtChannel::HtChannel(Transport& transport, CpuState& state, Kind kind, const HtO
       tag_(tag_of(epoch_)),
       bank_(testing::has_bug(testing::Bug::kOneBank) ? 0 : bank_of(epoch_)),
       messages_(offsets.topology.num_ranks),
-      deadline_(state.control) {}
+      deadline_(state.control) {
+  state.next_calls.begin(true, kind, epoch_);
+}
 
 HtChannel::~HtChannel() {
   if (num_domains() > 1) transport_.flush();
@@ -60,9 +62,13 @@ void HtChannel::await_headers(int count) {
       for (size_t i = begin; i < end; i++) {
         char* address = local(offsets_.message_word(bank_, source, static_cast<int>(i)));
         uint64_t word = 0;
-        const Deadline::End end = deadline_.wait_until([&] {
+        const auto has_come = [&] {
           word = atomic_tagged(address).load(std::memory_order_acquire);
           return word >> 32 == tag_;
+        };
+        const Deadline::End end = deadline_.wait_until(has_come, [&](auto now) {
+          if (i < OpHeader::kWords && is_lsa) refuse_other_call(source);
+          return deadline_.is_over(now);
         });
         const Awaited awaited = i < OpHeader::kWords ? Awaited::kOpHeader : Awaited::kRouting;
         if (end != Deadline::End::kReady) give_up(end, awaited, source, tag_, word >> 32);
@@ -73,12 +79,19 @@ void HtChannel::await_headers(int count) {
     OpHeader theirs;
     std::copy(words.begin(), words.begin() + OpHeader::kWords, theirs.words);
     for (int i = 0; i < OpHeader::kComparedWords; i++) {
-      if (theirs.word(i) == header_.word(i)) continue;
-      fail(state_, {Failure::kOtherOp, kind_, Awaited::kOpHeader, source, epoch_, 0, 0, 0, header_, theirs, 1},
-           transport_);
+      if (theirs.word(i) != header_.word(i)) refuse_op(source, theirs);
     }
     take(OpHeader::kWords, words.size());
   }
+}
+
+void HtChannel::refuse_op(int source, const OpHeader& theirs) {
+  fail(state_, {Failure::kOtherOp, kind_, Awaited::kOpHeader, source, epoch_, 0, 0, 0, header_, theirs, 1}, transport_);
+}
+
+void HtChannel::refuse_other_call(int source) {
+  const auto theirs = state_.next_calls.other_than(true, kind_, source, transport_.local_window());
+  if (theirs && !has_heard(source)) refuse_op(source, *theirs);
 }
 
 // ---- Memory and signals

@@ -70,6 +70,8 @@ class HtChannel {
   HtSignal message_signal() const {
     return kind_ == Kind::kDispatch ? HtSignal::kDispatchMessage : HtSignal::kCombineMessage;
   }
+  [[noreturn]] void refuse_op(int source, const OpHeader& theirs);
+  void refuse_other_call(int source);
   [[noreturn]] void give_up(Deadline::End end, Awaited awaited, int source, uint64_t expected, uint64_t seen);
 
   Transport& transport_;

@@ -26,7 +26,9 @@ Channel::Channel(Transport& transport, CpuState& state, Kind kind, const LlOffse
       tag_(tag_of(epoch_)),
       bank_(testing::has_bug(testing::Bug::kOneBank) ? 0 : bank_of(epoch_)),
       headers_(offsets.num_ranks),
-      deadline_(state.control, state.masks_late ? 0.5 : 1) {}
+      deadline_(state.control, state.masks_late ? 0.5 : 1) {
+  state.next_calls.begin(false, kind, epoch_);
+}
 
 Channel::~Channel() {
   if (!sources_.empty()) transport_.flush();
@@ -136,6 +138,13 @@ void Channel::refuse_op(int source, const OpHeader& theirs) {
   fail(state_, {Failure::kOtherOp, kind_, Awaited::kOpHeader, source, epoch_, 0, 0, 0, header_, theirs, 0}, transport_);
 }
 
+// What comes over a network is read behind its signal alone.
+void Channel::refuse_other_call(int source) {
+  if (!transport_.topology().is_lsa(rank(), source)) return;
+  const auto theirs = state_.next_calls.other_than(false, kind_, source, transport_.local_window());
+  if (theirs && !has_heard(source)) refuse_op(source, *theirs);
+}
+
 // Whether the source has masked this rank, in this operation or, if this rank is behind, in a later one.
 bool Channel::was_left_by(int source) const {
   for (int bank = 0; bank < kNumBanks; bank++) {
@@ -169,7 +178,11 @@ bool Channel::await(Awaited awaited, int source, uint64_t expected, Ready ready)
       return false;
     }
   } else {
-    end = deadline_.wait_until([&] { return ready(seen); });
+    end = deadline_.wait_until([&] { return ready(seen); },
+                               [&](auto now) {
+                                 if (awaited == Awaited::kOpHeader) refuse_other_call(source);
+                                 return deadline_.is_over(now);
+                               });
   }
   if (end != Deadline::End::kReady) give_up(end, awaited, source, expected, seen);
   if (wait_cost_ != nullptr) {

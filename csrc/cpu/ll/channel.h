@@ -83,6 +83,7 @@ class Channel {
   bool is_late(int source, std::chrono::steady_clock::time_point now);
   [[noreturn]] void give_up(Deadline::End end, Awaited awaited, int source, uint64_t expected, uint64_t seen);
   [[noreturn]] void refuse_op(int source, const OpHeader& theirs);
+  void refuse_other_call(int source);
   uint32_t* window_word(Offset offset) const;
   bool has_heard(int source) const;
 
