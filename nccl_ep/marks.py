@@ -49,7 +49,7 @@ class _Finder:
     def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != _DYNAMO or _Finder not in sys.meta_path:
             return None
-        sys.meta_path.remove(_Finder)  # type: ignore[arg-type]
+        sys.meta_path.remove(_Finder)
         spec = importlib.util.find_spec(name)
         loader: Any = None if spec is None else spec.loader
         if loader is not None:
@@ -66,4 +66,4 @@ class _Finder:
 
 
 if not _has_dynamo:
-    sys.meta_path.insert(0, _Finder)  # type: ignore[arg-type]
+    sys.meta_path.insert(0, _Finder)

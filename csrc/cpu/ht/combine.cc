@@ -18,29 +18,29 @@ constexpr int kMessageWords = kRowsOffset + 2;
 
 class Combine {
  public:
-  Combine(const HtCombineParams& p, HtChannel& channel)
-      : p_(p), channel_(channel), format_(p.offsets.row), home_(p), sum_(p.hidden), term_(p.hidden) {}
+  Combine(const HtCombineParams& p, HtExchange& exchange)
+      : p_(p), exchange_(exchange), format_(p.offsets.row), home_(p), sum_(p.hidden), term_(p.hidden) {}
 
   void run() {
     send_messages();
     if (p_.options.weighting == Weighting::kHome && p_.has_rows()) send_weights();
     stage();
-    channel_.signal_domain(HtSignal::kCombineReady);
-    testing::delay(testing::Point::kBeforeReceive, channel_.rank());
-    channel_.await_domain(HtSignal::kCombineReady, Awaited::kReady);
-    if (testing::has_bug(testing::Bug::kEarlyDone)) channel_.signal_domain(HtSignal::kCombineDone);
-    if (channel_.num_domains() > 1) {
+    exchange_.signal_domain(HtSignal::kCombineReady);
+    testing::delay(testing::Point::kBeforeReceive, exchange_.rank());
+    exchange_.await_domain(HtSignal::kCombineReady, Awaited::kReady);
+    if (testing::has_bug(testing::Bug::kEarlyDone)) exchange_.signal_domain(HtSignal::kCombineDone);
+    if (exchange_.num_domains() > 1) {
       send_sums();
-      channel_.signal_rail(HtSignal::kCombineRail);
-      channel_.await_rail(HtSignal::kCombineRail, Awaited::kRail);
+      exchange_.signal_rail(HtSignal::kCombineRail);
+      exchange_.await_rail(HtSignal::kCombineRail, Awaited::kRail);
     }
     for (int token = 0; token < p_.num_tokens; token++) {
-      testing::delay(testing::Point::kBetweenRows, channel_.rank());
+      testing::delay(testing::Point::kBetweenRows, exchange_.rank());
       add_up(token);
     }
-    if (!testing::has_bug(testing::Bug::kEarlyDone)) channel_.signal_domain(HtSignal::kCombineDone);
-    channel_.await_domain(HtSignal::kCombineDone, Awaited::kDone);  // the input belongs to the caller again
-    channel_.complete();
+    if (!testing::has_bug(testing::Bug::kEarlyDone)) exchange_.signal_domain(HtSignal::kCombineDone);
+    exchange_.await_domain(HtSignal::kCombineDone, Awaited::kDone);  // the input belongs to the caller again
+    exchange_.complete();
   }
 
  private:
@@ -51,11 +51,11 @@ class Combine {
     const Offset offset = p_.reads_in_place() ? p_.rows_offset : kNoOffset;
     words[kRowsOffset - OpHeader::kWords] = static_cast<uint32_t>(offset);
     words[kRowsOffset + 1 - OpHeader::kWords] = static_cast<uint32_t>(offset >> 32);
-    channel_.send_messages(words);
-    channel_.await_headers(static_cast<int>(words.size()));
-    for (int rank = 0; rank < channel_.num_ranks(); rank++) {
-      offsets_.push_back(channel_.message_word(rank, kRowsOffset) |
-                         static_cast<uint64_t>(channel_.message_word(rank, kRowsOffset + 1)) << 32);
+    exchange_.send_messages(words);
+    exchange_.await_headers(static_cast<int>(words.size()));
+    for (int rank = 0; rank < exchange_.num_ranks(); rank++) {
+      offsets_.push_back(exchange_.message_word(rank, kRowsOffset) |
+                         static_cast<uint64_t>(exchange_.message_word(rank, kRowsOffset + 1)) << 32);
     }
   }
 
@@ -72,12 +72,13 @@ class Combine {
   void deliver_weights(const int32_t* ids, const int32_t* slots, const float* weights, const int32_t* marks) {
     const HtSlotFormat& format = p_.offsets.slot;
     for (int k = 0; k < p_.shape.topk; k++) {
-      if (ids[k] < 0 || slots[k] < 0 || !channel_.topology().is_lsa(channel_.rank(), p_.shape.owner(ids[k]))) continue;
+      if (ids[k] < 0 || slots[k] < 0 || !exchange_.topology().is_lsa(exchange_.rank(), p_.shape.owner(ids[k])))
+        continue;
       const int owner = p_.shape.owner(ids[k]);
-      char* slot = channel_.at(owner, p_.offsets.slot_words(slots[k]));
+      char* slot = exchange_.at(owner, p_.offsets.slot_words(slots[k]));
       std::memcpy(slot + format.place(k) * 4, marks + k, 4);
       std::memcpy(slot + format.weight(k) * 4, weights + k, 4);
-      channel_.note_other(owner, 8);
+      exchange_.note_other(owner, 8);
     }
   }
 
@@ -90,35 +91,35 @@ class Combine {
       for (int k = 0; k < topk; k++) marks[k] = is_skipped(first + k) ? kNoRow : 0;
       const float* weights = p_.home_weights + first;
       deliver_weights(p_.handle.own.ids + first, p_.handle.own.slots + first, weights, marks.data());
-      for (int other = 0; other < channel_.num_domains(); other++) {
-        if (other == channel_.domain()) continue;
-        char* words = channel_.local(p_.offsets.route_out(other, token));
+      for (int other = 0; other < exchange_.num_domains(); other++) {
+        if (other == exchange_.domain()) continue;
+        char* words = exchange_.local(p_.offsets.route_out(other, token));
         std::memcpy(words + format.expert(0) * 4, marks.data(), topk * 4);
         std::memcpy(words + format.weight(0) * 4, weights, topk * 4);
       }
     }
-    if (channel_.num_domains() > 1) forward_weights();
-    channel_.signal_domain(HtSignal::kCombineWeights);
-    channel_.await_domain(HtSignal::kCombineWeights, Awaited::kWeights);
+    if (exchange_.num_domains() > 1) forward_weights();
+    exchange_.signal_domain(HtSignal::kCombineWeights);
+    exchange_.await_domain(HtSignal::kCombineWeights, Awaited::kWeights);
   }
 
   void forward_weights() {
     const int topk = p_.shape.topk;
     const HtRouteFormat& format = p_.offsets.route;
-    for (int other = 0; other < channel_.num_domains(); other++) {
-      if (other == channel_.domain() || p_.num_tokens == 0) continue;
-      const int peer = p_.offsets.rail_peer(channel_.rank(), other);
+    for (int other = 0; other < exchange_.num_domains(); other++) {
+      if (other == exchange_.domain() || p_.num_tokens == 0) continue;
+      const int peer = p_.offsets.rail_peer(exchange_.rank(), other);
       const uint64_t bytes = static_cast<uint64_t>(p_.num_tokens) * format.stride();
-      channel_.put(peer, p_.offsets.route_in(channel_.domain(), 0), p_.offsets.route_out(other, 0), bytes);
-      channel_.note_other(peer, bytes);
+      exchange_.put(peer, p_.offsets.route_in(exchange_.domain(), 0), p_.offsets.route_out(other, 0), bytes);
+      exchange_.note_other(peer, bytes);
     }
-    channel_.signal_rail(HtSignal::kCombineRailWeights);
-    channel_.await_rail(HtSignal::kCombineRailWeights, Awaited::kWeights);
-    for (int source = 0; source < channel_.num_domains(); source++) {
-      if (source == channel_.domain()) continue;
+    exchange_.signal_rail(HtSignal::kCombineRailWeights);
+    exchange_.await_rail(HtSignal::kCombineRailWeights, Awaited::kWeights);
+    for (int source = 0; source < exchange_.num_domains(); source++) {
+      if (source == exchange_.domain()) continue;
       for (int token = 0; token < p_.handle.rail_tokens[source]; token++) {
         const size_t first = p_.offsets.rail_index(source, token) * topk;
-        const char* words = channel_.local(p_.offsets.route_in(source, token));
+        const char* words = exchange_.local(p_.offsets.route_in(source, token));
         deliver_weights(p_.handle.rail.ids + first, p_.handle.rail.slots + first,
                         reinterpret_cast<const float*>(words + format.weight(0) * 4),
                         reinterpret_cast<const int32_t*>(words + format.expert(0) * 4));
@@ -128,7 +129,7 @@ class Combine {
 
   // ---- Rows that other ranks read here
 
-  char* staged(int64_t slot, int part) { return channel_.local(p_.offsets.staged_row(slot) + format_.offset[part]); }
+  char* staged(int64_t slot, int part) { return exchange_.local(p_.offsets.staged_row(slot) + format_.offset[part]); }
 
   void stage() {
     const bool is_copied = p_.has_rows() && !p_.reads_in_place();
@@ -136,10 +137,10 @@ class Combine {
     const bool expert_rows = has_expert_rows(p_.output.layout);
     int64_t slot = 0, start = 0;
     for (int source = 0; source < p_.shape.num_ranks; source++) {
-      const int64_t count = p_.handle.counts[source * p_.shape.num_ranks + channel_.rank()];
+      const int64_t count = p_.handle.counts[source * p_.shape.num_ranks + exchange_.rank()];
       for (int64_t index = 0; index < count; index++, slot++) {
         const int32_t row = expert_rows ? kNoRow : p_.output.row(source, start, index);
-        testing::delay(testing::Point::kBetweenRows, channel_.rank());
+        testing::delay(testing::Point::kBetweenRows, exchange_.rank());
         if (is_copied) expert_rows ? stage_partial(slot) : stage_row(slot, row);
         if (p_.has_values) stage_scalars(slot, row);
       }
@@ -158,7 +159,7 @@ class Combine {
   // This rank's rows of a token, weighted and added up in the order of k.
   void stage_partial(int64_t slot) {
     sum_.begin();
-    const char* given = channel_.local(p_.offsets.slot_words(slot));
+    const char* given = exchange_.local(p_.offsets.slot_words(slot));
     for (int k = 0; k < p_.shape.topk; k++) {
       const int32_t* kept = p_.handle.slot(slot);
       const int32_t row = kept[p_.offsets.slot.place(k)];
@@ -202,8 +203,8 @@ class Combine {
   // Adds the rows of the ranks of the own domain, in rank order; false if none has an expert of the token.
   bool add_domain(const Token& token, Sum& sum, float* scalars) {
     bool is_here = false;
-    for (int lsa = 0; lsa < channel_.topology().domain_size; lsa++) {
-      const int rank = channel_.domain() * channel_.topology().domain_size + lsa;
+    for (int lsa = 0; lsa < exchange_.topology().domain_size; lsa++) {
+      const int rank = exchange_.domain() * exchange_.topology().domain_size + lsa;
       int32_t slot = kNoRow, row = kNoRow;
       for (int k = p_.shape.topk - 1; k >= 0; k--) {
         if (token.ids[k] < 0 || p_.shape.owner(token.ids[k]) != rank) continue;
@@ -219,8 +220,8 @@ class Combine {
       for (int k = 0; k < p_.shape.topk && p_.has_values; k++) {
         if (token.ids[k] < 0 || p_.shape.owner(token.ids[k]) != rank) continue;
         const int part = format_.num_parts - 1;
-        std::memcpy(scalars + k, channel_.at(rank, p_.offsets.staged_row(slot) + format_.offset[part]) + k * 4, 4);
-        channel_.note_other(rank, 4);
+        std::memcpy(scalars + k, exchange_.at(rank, p_.offsets.staged_row(slot) + format_.offset[part]) + k * 4, 4);
+        exchange_.note_other(rank, 4);
       }
     }
     return is_here;
@@ -235,10 +236,10 @@ class Combine {
     const bool is_in_place = offsets_[rank] != kNoOffset;
     const DType dtype = is_in_place ? p_.dtype : p_.options.wire_dtype;
     const auto bytes = static_cast<uint64_t>(wire_row_bytes(dtype, p_.hidden));
-    if (is_in_place) channel_.check_row(rank, row, (channel_.window_bytes() - offsets_[rank]) / bytes);
+    if (is_in_place) exchange_.check_row(rank, row, (exchange_.window_bytes() - offsets_[rank]) / bytes);
     const Offset offset = is_in_place ? offsets_[rank] + row * bytes : p_.offsets.staged_row(slot) + format_.offset[0];
-    to_floats(dtype, channel_.at(rank, offset), term_.data(), p_.hidden);
-    channel_.note_row(rank, bytes);
+    to_floats(dtype, exchange_.at(rank, offset), term_.data(), p_.hidden);
+    exchange_.note_row(rank, bytes);
     if (dtype != p_.options.wire_dtype) round(term_);
   }
 
@@ -251,24 +252,24 @@ class Combine {
   // One row home for each token of the rail peers with an expert in this domain.
   void send_sums() {
     const int topk = p_.shape.topk;
-    for (int home = 0; home < channel_.num_domains(); home++) {
-      if (home == channel_.domain()) continue;
-      const int peer = p_.offsets.rail_peer(channel_.rank(), home);
+    for (int home = 0; home < exchange_.num_domains(); home++) {
+      if (home == exchange_.domain()) continue;
+      const int peer = p_.offsets.rail_peer(exchange_.rank(), home);
       for (int token = 0; token < p_.handle.rail_tokens[home]; token++) {
         std::vector<float> scalars(topk, 0.0f);
         const Token route = token_of(p_.handle.rail, p_.offsets.rail_index(home, token) * topk);
         sum_.begin();
         if (!add_domain(route, sum_, scalars.data())) continue;
         const Offset out = p_.offsets.rail_row_out(home, token);
-        if (p_.has_rows()) from_floats(p_.options.wire_dtype, sum_.values.data(), channel_.local(out), p_.hidden);
+        if (p_.has_rows()) from_floats(p_.options.wire_dtype, sum_.values.data(), exchange_.local(out), p_.hidden);
         if (p_.has_values) {
-          std::memcpy(channel_.local(out) + format_.offset[format_.num_parts - 1], scalars.data(), topk * 4);
+          std::memcpy(exchange_.local(out) + format_.offset[format_.num_parts - 1], scalars.data(), topk * 4);
         }
-        channel_.put(peer, p_.offsets.rail_row_in(channel_.domain(), token), out, format_.body_bytes);
+        exchange_.put(peer, p_.offsets.rail_row_in(exchange_.domain(), token), out, format_.body_bytes);
         if (p_.has_rows()) {
-          channel_.note_row(peer, format_.body_bytes);
+          exchange_.note_row(peer, format_.body_bytes);
         } else {
-          channel_.note_other(peer, format_.body_bytes);
+          exchange_.note_other(peer, format_.body_bytes);
         }
       }
     }
@@ -281,10 +282,10 @@ class Combine {
     const Token route = token_of(p_.handle.own, first);
     std::vector<float> scalars(topk, 0.0f);
     home_.begin(token);
-    for (int domain = 0; domain < channel_.num_domains(); domain++) {
-      if (channel_.num_domains() == 1) {
+    for (int domain = 0; domain < exchange_.num_domains(); domain++) {
+      if (exchange_.num_domains() == 1) {
         add_domain(route, home_.terms, scalars.data());
-      } else if (domain != channel_.domain()) {
+      } else if (domain != exchange_.domain()) {
         add_from_rail(route, domain, token, scalars.data());
       } else {
         sum_.begin();
@@ -299,10 +300,10 @@ class Combine {
   }
 
   void add_from_rail(const Token& route, int domain, int token, float* scalars) {
-    const char* row = channel_.local(p_.offsets.rail_row_in(domain, token));
+    const char* row = exchange_.local(p_.offsets.rail_row_in(domain, token));
     bool is_there = false;
     for (int k = 0; k < p_.shape.topk; k++) {
-      if (route.ids[k] < 0 || channel_.topology().domain_of(p_.shape.owner(route.ids[k])) != domain) continue;
+      if (route.ids[k] < 0 || exchange_.topology().domain_of(p_.shape.owner(route.ids[k])) != domain) continue;
       is_there = true;
       if (p_.has_values) std::memcpy(scalars + k, row + format_.offset[format_.num_parts - 1] + k * 4, 4);
     }
@@ -312,7 +313,7 @@ class Combine {
   }
 
   const HtCombineParams& p_;
-  HtChannel& channel_;
+  HtExchange& exchange_;
   const HtRowFormat& format_;
   std::vector<Offset> offsets_;  // [R] of rows that are read in place
   HomeSum<HtCombineParams> home_;
@@ -323,8 +324,8 @@ class Combine {
 }  // namespace
 
 void cpu_ht_combine(const HtCombineParams& p, Transport& transport, CpuState& state) {
-  HtChannel channel(transport, state, Kind::kCombine, p.offsets, p.header);
-  Combine(p, channel).run();
+  HtExchange exchange(transport, state, Kind::kCombine, p.offsets, p.header);
+  Combine(p, exchange).run();
   if (p.has_rows() && !has_expert_rows(p.output.layout) && !p.reads_in_place()) state.ht_staged[1]++;
 }
 

@@ -26,8 +26,8 @@ struct Receiver {
   OutputShape output;
   Offset offsets[kHtMaxParts];
 
-  static Receiver of(const HtDispatchParams& p, const HtChannel& channel, int rank) {
-    const auto word = [&](int index) { return channel.message_word(rank, index); };
+  static Receiver of(const HtDispatchParams& p, const HtExchange& exchange, int rank) {
+    const auto word = [&](int index) { return exchange.message_word(rank, index); };
     Receiver receiver{p.output, {}};
     receiver.output.layout = static_cast<OutputLayout>(word(HtMessage::kLayout));
     receiver.output.capacity = word(HtMessage::kCapacity);
@@ -60,23 +60,23 @@ std::vector<uint32_t> message_words(const HtDispatchParams& p, const HtCounts& c
   return words;
 }
 
-void take_counts(const HtDispatchParams& p, const HtChannel& channel, HtCounts& counts) {
+void take_counts(const HtDispatchParams& p, const HtExchange& exchange, HtCounts& counts) {
   for (int source = 0; source < p.shape.num_ranks; source++) {
     for (int r = 0; r < p.shape.num_ranks; r++) {
       counts.rows[static_cast<size_t>(source) * p.shape.num_ranks + r] =
-          static_cast<int32_t>(channel.message_word(source, HtMessage::kCounts + r));
+          static_cast<int32_t>(exchange.message_word(source, HtMessage::kCounts + r));
     }
     for (int e = 0; e < p.shape.num_experts; e++) {
       counts.choices[static_cast<size_t>(source) * p.shape.num_experts + e] =
-          static_cast<int32_t>(channel.message_word(source, HtMessage::kCounts + p.shape.num_ranks + e));
+          static_cast<int32_t>(exchange.message_word(source, HtMessage::kCounts + p.shape.num_ranks + e));
     }
   }
 }
 
 // Counts of all ranks to the places of the own rows, and to what this rank will receive.
 int64_t route(const HtDispatchParams& p, const HtCounts& counts, const std::vector<Receiver>& receivers,
-              const HtChannel& channel) {
-  const int rank = channel.rank();
+              const HtExchange& exchange) {
+  const int rank = exchange.rank();
   std::vector<OutputShape> outputs;
   for (const Receiver& receiver : receivers) outputs.push_back(receiver.output);
   place_tokens(p.shape, outputs, counts, rank, p.num_tokens, p.handle.own);
@@ -97,7 +97,7 @@ int64_t route(const HtDispatchParams& p, const HtCounts& counts, const std::vect
     std::copy_n(p.handle.expert_counts, p.shape.local_experts(), p.host_sizes + 2);
   }
   for (int r = 0; p.host_most_tokens != nullptr && r < p.shape.num_ranks; r++) {
-    *p.host_most_tokens = std::max<int64_t>(*p.host_most_tokens, channel.num_tokens(r));
+    *p.host_most_tokens = std::max<int64_t>(*p.host_most_tokens, exchange.num_tokens(r));
   }
   return bins.dropped;
 }
@@ -112,44 +112,44 @@ struct TokenRoute {
 // Delivers rows in the own domain, and sends them to the rail peers of other domains.
 class Sender {
  public:
-  Sender(const HtDispatchParams& p, HtChannel& channel, const std::vector<Receiver>& receivers)
-      : p_(p), channel_(channel), receivers_(receivers), row_(p.offsets.row.stride()) {}
+  Sender(const HtDispatchParams& p, HtExchange& exchange, const std::vector<Receiver>& receivers)
+      : p_(p), exchange_(exchange), receivers_(receivers), row_(p.offsets.row.stride()) {}
 
   void send_own() {
     const int topk = p_.shape.topk;
     for (int token = 0; token < p_.num_tokens; token++) {
-      testing::delay(testing::Point::kBetweenRows, channel_.rank());
+      testing::delay(testing::Point::kBetweenRows, exchange_.rank());
       const size_t first = static_cast<size_t>(token) * topk;
       const HtRoutes& own = p_.handle.own;
       const TokenRoute route{own.ids + first, own.rows + first, own.slots + first,
                              p_.topk_weights ? p_.topk_weights + first : nullptr, token};
       load_row(token);
       deliver(route, row_.data());
-      for (int other = 0; other < channel_.num_domains(); other++) {
-        if (other != channel_.domain()) send_over_rail(route, other);
+      for (int other = 0; other < exchange_.num_domains(); other++) {
+        if (other != exchange_.domain()) send_over_rail(route, other);
       }
     }
-    if (channel_.num_domains() == 1) return;
-    for (int other = 0; other < channel_.num_domains() && sends_metadata(p_.variant); other++) {
-      if (other == channel_.domain() || p_.num_tokens == 0) continue;
-      const int peer = p_.offsets.rail_peer(channel_.rank(), other);
+    if (exchange_.num_domains() == 1) return;
+    for (int other = 0; other < exchange_.num_domains() && sends_metadata(p_.variant); other++) {
+      if (other == exchange_.domain() || p_.num_tokens == 0) continue;
+      const int peer = p_.offsets.rail_peer(exchange_.rank(), other);
       const uint64_t bytes = static_cast<uint64_t>(p_.num_tokens) * p_.offsets.route.stride();
-      channel_.put(peer, p_.offsets.route_in(channel_.domain(), 0), p_.offsets.route_out(other, 0), bytes);
-      channel_.note_other(peer, bytes);
+      exchange_.put(peer, p_.offsets.route_in(exchange_.domain(), 0), p_.offsets.route_out(other, 0), bytes);
+      exchange_.note_other(peer, bytes);
     }
-    channel_.signal_rail(HtSignal::kDispatchRail);
+    exchange_.signal_rail(HtSignal::kDispatchRail);
   }
 
   // Delivers what came from the rail peers.
   void hand_out() {
-    if (channel_.num_domains() == 1) return;
-    channel_.await_rail(HtSignal::kDispatchRail, Awaited::kRail);
+    if (exchange_.num_domains() == 1) return;
+    exchange_.await_rail(HtSignal::kDispatchRail, Awaited::kRail);
     const int topk = p_.shape.topk;
-    if (sends_metadata(p_.variant)) p_.handle.rail_tokens[channel_.domain()] = 0;
-    for (int source = 0; source < channel_.num_domains(); source++) {
-      if (source == channel_.domain()) continue;
+    if (sends_metadata(p_.variant)) p_.handle.rail_tokens[exchange_.domain()] = 0;
+    for (int source = 0; source < exchange_.num_domains(); source++) {
+      if (source == exchange_.domain()) continue;
       if (sends_metadata(p_.variant)) {
-        p_.handle.rail_tokens[source] = channel_.num_tokens(p_.offsets.rail_peer(channel_.rank(), source));
+        p_.handle.rail_tokens[source] = exchange_.num_tokens(p_.offsets.rail_peer(exchange_.rank(), source));
       }
       for (int token = 0; token < p_.handle.rail_tokens[source]; token++) {
         const size_t first = p_.offsets.rail_index(source, token) * topk;
@@ -157,7 +157,7 @@ class Sender {
         std::vector<float> weights(topk);
         if (sends_metadata(p_.variant)) take_route(source, token, weights);
         const TokenRoute route{rail.ids + first, rail.rows + first, rail.slots + first, weights.data(), token};
-        deliver(route, channel_.local(p_.offsets.rail_row_in(source, token)));
+        deliver(route, exchange_.local(p_.offsets.rail_row_in(source, token)));
       }
     }
   }
@@ -186,15 +186,15 @@ class Sender {
   // To every rank of the own domain that has an expert of the token: the metadata, and the row to the place of the
   // first choice that fits. The receiver makes the copies for the other choices.
   void deliver(const TokenRoute& route, const char* row) {
-    for (int step = 0; step < channel_.topology().domain_size; step++) {
-      const int peer = channel_.lsa_peer(step);
+    for (int step = 0; step < exchange_.topology().domain_size; step++) {
+      const int peer = exchange_.lsa_peer(step);
       int32_t slot = kNoRow, first_row = kNoRow;
       for (int k = p_.shape.topk - 1; k >= 0; k--) {
         if (!is_at(route, k, peer)) continue;
         slot = route.slots[k];
         if (route.rows[k] < 0) continue;
         first_row = route.rows[k];
-        channel_.check_row(peer, first_row, receivers_[peer].output.rows());  // the receiver trusts all of them
+        exchange_.check_row(peer, first_row, receivers_[peer].output.rows());  // the receiver trusts all of them
       }
       if (slot == kNoRow) continue;
       if (sends_metadata(p_.variant)) send_slot(route, peer, slot);
@@ -204,9 +204,9 @@ class Sender {
         const int bytes = p_.parts[i].bytes;
         const Offset target = out == kNoOffset ? p_.offsets.staged_row(slot) + p_.offsets.row.offset[i]
                                                : out + static_cast<Offset>(first_row) * bytes;
-        std::memcpy(channel_.at(peer, target), row + p_.offsets.row.offset[i], bytes);
+        std::memcpy(exchange_.at(peer, target), row + p_.offsets.row.offset[i], bytes);
       }
-      channel_.note_row(peer, p_.offsets.row.body_bytes);
+      exchange_.note_row(peer, p_.offsets.row.body_bytes);
     }
   }
 
@@ -225,17 +225,17 @@ class Sender {
       words[format.weight(k)] = bits_of(!is_there ? 0.0f : route.weights == nullptr ? 1.0f : route.weights[k]);
     }
     words[format.token()] = static_cast<uint32_t>(route.token);
-    std::memcpy(channel_.at(peer, p_.offsets.slot_words(slot)), words.data(), words.size() * 4);
-    channel_.note_other(peer, words.size() * 4);
+    std::memcpy(exchange_.at(peer, p_.offsets.slot_words(slot)), words.data(), words.size() * 4);
+    exchange_.note_other(peer, words.size() * 4);
   }
 
   void send_over_rail(const TokenRoute& route, int domain) {
     const HtRouteFormat& format = p_.offsets.route;
-    const int peer = p_.offsets.rail_peer(channel_.rank(), domain);
-    auto* words = reinterpret_cast<uint32_t*>(channel_.local(p_.offsets.route_out(domain, route.token)));
+    const int peer = p_.offsets.rail_peer(exchange_.rank(), domain);
+    auto* words = reinterpret_cast<uint32_t*>(exchange_.local(p_.offsets.route_out(domain, route.token)));
     bool is_there = false;
     for (int k = 0; k < p_.shape.topk; k++) {
-      const bool counts = route.ids[k] >= 0 && channel_.topology().domain_of(p_.shape.owner(route.ids[k])) == domain;
+      const bool counts = route.ids[k] >= 0 && exchange_.topology().domain_of(p_.shape.owner(route.ids[k])) == domain;
       is_there = is_there || counts;
       if (!sends_metadata(p_.variant)) continue;
       words[format.expert(k)] = static_cast<uint32_t>(counts ? route.ids[k] : -1);
@@ -245,14 +245,14 @@ class Sender {
     }
     if (!is_there) return;
     const Offset out = p_.offsets.rail_row_out(domain, route.token);
-    std::memcpy(channel_.local(out), row_.data(), p_.offsets.row.body_bytes);
-    channel_.put(peer, p_.offsets.rail_row_in(channel_.domain(), route.token), out, p_.offsets.row.body_bytes);
-    channel_.note_row(peer, p_.offsets.row.body_bytes);
+    std::memcpy(exchange_.local(out), row_.data(), p_.offsets.row.body_bytes);
+    exchange_.put(peer, p_.offsets.rail_row_in(exchange_.domain(), route.token), out, p_.offsets.row.body_bytes);
+    exchange_.note_row(peer, p_.offsets.row.body_bytes);
   }
 
   void take_route(int source, int token, std::vector<float>& weights) {
     const HtRouteFormat& format = p_.offsets.route;
-    const auto* words = reinterpret_cast<const int32_t*>(channel_.local(p_.offsets.route_in(source, token)));
+    const auto* words = reinterpret_cast<const int32_t*>(exchange_.local(p_.offsets.route_in(source, token)));
     const size_t first = p_.offsets.rail_index(source, token) * p_.shape.topk;
     for (int k = 0; k < p_.shape.topk; k++) {
       p_.handle.rail.ids[first + k] = words[format.expert(k)];
@@ -263,52 +263,52 @@ class Sender {
   }
 
   const HtDispatchParams& p_;
-  HtChannel& channel_;
+  HtExchange& exchange_;
   const std::vector<Receiver>& receivers_;
   std::vector<char> row_;
 };
 
-void run(const HtDispatchParams& p, HtChannel& channel, CpuState& state) {
-  const int rank = channel.rank();
+void run(const HtDispatchParams& p, HtExchange& exchange, CpuState& state) {
+  const int rank = exchange.rank();
   HtCounts counts = HtCounts::zero(p.shape);
   if (routes(p.variant)) {
     take_ids(p.shape, p.topk_idx, p.is_idx64, p.num_tokens, p.handle.own.ids, &state.invalid_ids);
     counts.count(p.shape, rank, p.handle.own.ids, p.num_tokens);
   }
   const std::vector<uint32_t> words = message_words(p, counts, rank);
-  channel.send_messages(words);
-  channel.await_headers(static_cast<int>(words.size()));
+  exchange.send_messages(words);
+  exchange.await_headers(static_cast<int>(words.size()));
   std::vector<Receiver> receivers;
-  for (int r = 0; r < p.shape.num_ranks; r++) receivers.push_back(Receiver::of(p, channel, r));
+  for (int r = 0; r < p.shape.num_ranks; r++) receivers.push_back(Receiver::of(p, exchange, r));
   int64_t dropped = 0;
   if (routes(p.variant)) {
-    take_counts(p, channel, counts);
-    dropped = route(p, counts, receivers, channel);
+    take_counts(p, exchange, counts);
+    dropped = route(p, counts, receivers, exchange);
   }
   if (sends_rows(p.variant)) {
-    Sender sender(p, channel, receivers);
+    Sender sender(p, exchange, receivers);
     const bool is_early = testing::has_bug(testing::Bug::kEarlyRows) && p.num_tokens % 3 == 0;
-    if (is_early) channel.signal_domain(HtSignal::kDispatchRows);
+    if (is_early) exchange.signal_domain(HtSignal::kDispatchRows);
     sender.send_own();
     sender.hand_out();
-    if (!is_early) channel.signal_domain(HtSignal::kDispatchRows);
+    if (!is_early) exchange.signal_domain(HtSignal::kDispatchRows);
     testing::delay(testing::Point::kBeforeReceive, rank);
-    channel.await_domain(HtSignal::kDispatchRows, Awaited::kRows);
-    place_received(p, channel);
+    exchange.await_domain(HtSignal::kDispatchRows, Awaited::kRows);
+    place_received(p, exchange);
     const bool is_staged =
         std::any_of(p.parts, p.parts + p.num_parts, [](const HtPart& part) { return part.out_offset == kNoOffset; });
     if (is_staged) state.ht_staged[0]++;
   }
   state.dropped_rows += dropped;
-  channel.complete();
+  exchange.complete();
 }
 
 }  // namespace
 
 void cpu_ht_dispatch(const HtDispatchParams& p, Transport& transport, CpuState& state) {
-  HtChannel channel(transport, state, Kind::kDispatch, p.offsets, p.header);
+  HtExchange exchange(transport, state, Kind::kDispatch, p.offsets, p.header);
   try {
-    run(p, channel, state);
+    run(p, exchange, state);
   } catch (const Error&) {  // the buffer has failed: nothing was received
     if (routes(p.variant)) std::fill(p.info, p.info + p.output.info_size(), 0);
     if (sends_metadata(p.variant)) clear_row_info(p.output, p.is_idx64, p.out_topk_idx, p.out_weights, p.row_expert);

@@ -1,7 +1,7 @@
 // The high-throughput operations on the host.
 #pragma once
 
-#include "cpu/ht/channel.h"
+#include "cpu/ht/exchange.h"
 #include "runtime/ht/params.h"
 
 namespace ep {
@@ -10,6 +10,6 @@ void cpu_ht_dispatch(const HtDispatchParams& params, Transport& transport, CpuSt
 void cpu_ht_combine(const HtCombineParams& params, Transport& transport, CpuState& state);
 
 // The receive part of a dispatch that sends rows: moves what lies in slots and staging rows to outputs and handle.
-void place_received(const HtDispatchParams& params, HtChannel& channel);
+void place_received(const HtDispatchParams& params, HtExchange& exchange);
 
 }  // namespace ep

@@ -13,8 +13,8 @@ namespace {
 
 class Received {
  public:
-  Received(const HtDispatchParams& p, HtChannel& channel)
-      : p_(p), channel_(channel), is_filled_(p.options.zero_padding ? p.output.rows() : 0, 0) {}
+  Received(const HtDispatchParams& p, HtExchange& exchange)
+      : p_(p), exchange_(exchange), is_filled_(p.options.zero_padding ? p.output.rows() : 0, 0) {}
 
   void place() {
     if (sends_metadata(p_.variant)) {
@@ -22,7 +22,7 @@ class Received {
     }
     int64_t slot = 0, start = 0;
     for (int source = 0; source < p_.shape.num_ranks; source++) {
-      const int64_t count = p_.handle.counts[source * p_.shape.num_ranks + channel_.rank()];
+      const int64_t count = p_.handle.counts[source * p_.shape.num_ranks + exchange_.rank()];
       for (int64_t index = 0; index < count; index++, slot++) place_slot(slot, p_.output.row(source, start, index));
       start += count;
     }
@@ -43,7 +43,7 @@ class Received {
     int32_t places[kMaxTopk];
     float weights[kMaxTopk];
     if (sends_metadata(p_.variant)) {
-      const auto* words = reinterpret_cast<const int32_t*>(channel_.local(p_.offsets.slot_words(slot)));
+      const auto* words = reinterpret_cast<const int32_t*>(exchange_.local(p_.offsets.slot_words(slot)));
       const HtSlotFormat& format = p_.offsets.slot;
       std::memcpy(places, words + format.place(0), topk * 4);
       std::memcpy(weights, words + format.weight(0), topk * 4);
@@ -94,20 +94,20 @@ class Received {
       const bool is_in_place = p_.parts[i].out_offset != kNoOffset;
       if (is_in_place && first < 0) continue;
       const char* from =
-          is_in_place ? out_row(i, first) : channel_.local(p_.offsets.staged_row(slot) + p_.offsets.row.offset[i]);
+          is_in_place ? out_row(i, first) : exchange_.local(p_.offsets.staged_row(slot) + p_.offsets.row.offset[i]);
       std::memcpy(out_row(i, row), from, p_.parts[i].bytes);
     }
     if (p_.options.zero_padding) is_filled_[row] = 1;
   }
 
   const HtDispatchParams& p_;
-  HtChannel& channel_;
+  HtExchange& exchange_;
   std::vector<char> is_filled_;
   std::vector<int64_t> experts_;
 };
 
 }  // namespace
 
-void place_received(const HtDispatchParams& p, HtChannel& channel) { Received(p, channel).place(); }
+void place_received(const HtDispatchParams& p, HtExchange& exchange) { Received(p, exchange).place(); }
 
 }  // namespace ep

@@ -6,7 +6,7 @@
 #include "base/testing.h"
 #include "cpu/common/ids.h"
 #include "cpu/common/rows.h"
-#include "cpu/ll/channel.h"
+#include "cpu/ll/exchange.h"
 #include "cpu/ll/operations.h"
 #include "layout/common/routing.h"
 
@@ -39,7 +39,7 @@ void load_row(const LlDispatchParams& p, int token, Words& words) {
 }
 
 // Ids and weights of the own tokens: each rank gets the ids of its own experts, and the weights that belong to them.
-void send_routing(const LlDispatchParams& p, Channel& channel, int peer) {
+void send_routing(const LlDispatchParams& p, Exchange& exchange, int peer) {
   const IdFormat& ids = p.offsets.ids;
   for (int token = 0; token < p.num_tokens; token++) {
     uint32_t words[kMaxTopk] = {};
@@ -52,63 +52,63 @@ void send_routing(const LlDispatchParams& p, Channel& channel, int peer) {
         const float weight = p.topk_weights ? p.topk_weights[token * p.shape.topk + k] : 1.0f;
         uint32_t bits;
         std::memcpy(&bits, &weight, sizeof bits);
-        channel.send_words(peer, channel.offsets().weight(channel.bank(), channel.rank(), token, k), &bits, 1);
+        exchange.send_words(peer, exchange.offsets().weight(exchange.bank(), exchange.rank(), token, k), &bits, 1);
       }
     }
-    channel.send_words(peer, channel.offsets().id_words(channel.bank(), channel.rank(), token), words, ids.words());
+    exchange.send_words(peer, exchange.offsets().id_words(exchange.bank(), exchange.rank(), token), words, ids.words());
   }
 }
 
-void send(const LlDispatchParams& p, CpuState& state, Channel& channel) {
+void send(const LlDispatchParams& p, CpuState& state, Exchange& exchange) {
   take_ids(p.shape, p.topk_idx, p.is_idx64, p.num_tokens, p.handle.ids,
            p.options.reports_ids ? &state.invalid_ids : nullptr);
-  for (int step = 0; step < channel.num_ranks(); step++) {
-    const int peer = channel.peer(step);
-    channel.send_header(peer);
-    send_routing(p, channel, peer);
+  for (int step = 0; step < exchange.num_ranks(); step++) {
+    const int peer = exchange.peer(step);
+    exchange.send_header(peer);
+    send_routing(p, exchange, peer);
   }
   Words words(p.row.wire_bytes() / 4);
   for (int token = 0; token < p.num_tokens; token++) {
     const int32_t* ids = p.handle.ids + token * p.shape.topk;
     load_row(p, token, words);
-    for (int step = 0; step < channel.num_ranks(); step++) {
-      const int peer = channel.peer(step);
+    for (int step = 0; step < exchange.num_ranks(); step++) {
+      const int peer = exchange.peer(step);
       const bool wants =
           std::any_of(ids, ids + p.shape.topk, [&](int32_t id) { return id >= 0 && p.shape.owner(id) == peer; });
-      if (wants) channel.send_row(peer, token, words.data(), static_cast<int>(words.size()));
+      if (wants) exchange.send_row(peer, token, words.data(), static_cast<int>(words.size()));
     }
   }
-  channel.close_stage();
+  exchange.close_stage();
 }
 
 // False: the source is masked.
-bool await_routing_of(const LlDispatchParams& p, Channel& channel, int source, Routing& routing,
+bool await_routing_of(const LlDispatchParams& p, Exchange& exchange, int source, Routing& routing,
                       std::vector<float>& weights) {
   const IdFormat& ids = p.offsets.ids;
   for (int token = 0; token < routing.tokens[source]; token++) {
     uint32_t words[kMaxTopk];
-    const Offset words_at = p.offsets.id_words(channel.bank(), source, token);
-    if (!channel.await_words(source, words_at, Awaited::kRouting, words, ids.words())) return false;
+    const Offset words_at = p.offsets.id_words(exchange.bank(), source, token);
+    if (!exchange.await_words(source, words_at, Awaited::kRouting, words, ids.words())) return false;
     const size_t first = p.offsets.slot(source, token) * p.shape.topk;
     for (int k = 0; k < p.shape.topk; k++) {
       const uint32_t code = ids.get(words[k / ids.per_word()], k % ids.per_word());
       if (code == ids.none()) continue;
       routing.local_ids[first + k] = static_cast<int32_t>(code);
       uint32_t bits;
-      const Offset weight_at = p.offsets.weight(channel.bank(), source, token, k);
-      if (!channel.await_words(source, weight_at, Awaited::kWeights, &bits, 1)) return false;
+      const Offset weight_at = p.offsets.weight(exchange.bank(), source, token, k);
+      if (!exchange.await_words(source, weight_at, Awaited::kWeights, &bits, 1)) return false;
       std::memcpy(&weights[first + k], &bits, sizeof bits);
     }
   }
   return true;
 }
 
-Routing await_routing(const LlDispatchParams& p, Channel& channel, std::vector<float>& weights) {
+Routing await_routing(const LlDispatchParams& p, Exchange& exchange, std::vector<float>& weights) {
   Routing routing = Routing::empty(p.shape);
   weights.assign(routing.local_ids.size(), 0.0f);
-  for (int source = 0; source < channel.num_ranks(); source++) {
-    routing.tokens[source] = channel.num_tokens(source);
-    if (await_routing_of(p, channel, source, routing, weights)) continue;
+  for (int source = 0; source < exchange.num_ranks(); source++) {
+    routing.tokens[source] = exchange.num_tokens(source);
+    if (await_routing_of(p, exchange, source, routing, weights)) continue;
     // As if it had no tokens: places follow from the routing of all sources, so a source counts as a whole or not at
     // all.
     routing.tokens[source] = 0;
@@ -130,17 +130,17 @@ void put_row(const LlDispatchParams& p, int64_t row, const Words& words) {
   }
 }
 
-void receive_rows(const LlDispatchParams& p, Channel& channel, const Routing& routing, const Placement& placement,
+void receive_rows(const LlDispatchParams& p, Exchange& exchange, const Routing& routing, const Placement& placement,
                   const std::vector<float>& weights) {
   const bool expert_rows = has_expert_rows(p.output.layout);
   Words words(p.row.wire_bytes() / 4);
   std::vector<char> is_filled(p.options.zero_padding ? p.output.rows() : 0, 0);
-  for (int source = 0; source < channel.num_ranks(); source++) {
+  for (int source = 0; source < exchange.num_ranks(); source++) {
     for (int token = 0; token < routing.tokens[source]; token++) {
       const size_t slot = p.offsets.slot(source, token);
       const int32_t* ids = routing.local_ids.data() + slot * p.shape.topk;
       if (std::all_of(ids, ids + p.shape.topk, [](int32_t id) { return id < 0; })) continue;
-      channel.take_row(source, token, Awaited::kRows, words.data(), static_cast<int>(words.size()));
+      exchange.take_row(source, token, Awaited::kRows, words.data(), static_cast<int>(words.size()));
       decode_row(p.row, words.data());
       for (int k = 0; k < p.output.map_k(); k++) {
         const int32_t row = placement.row_map[slot * p.output.map_k() + k];
@@ -186,36 +186,36 @@ void account_for_rows(const LlDispatchParams& p, const Placement& placement) {
   }
 }
 
-void receive(const LlDispatchParams& p, CpuState& state, Channel& channel) {
-  testing::delay(testing::Point::kBeforeReceive, channel.rank());
-  channel.count_waits(p.wait_cost);
-  channel.begin_receiving();
-  channel.await_arrivals();
-  channel.await_headers();
+void receive(const LlDispatchParams& p, CpuState& state, Exchange& exchange) {
+  testing::delay(testing::Point::kBeforeReceive, exchange.rank());
+  exchange.count_waits(p.wait_cost);
+  exchange.begin_receiving();
+  exchange.await_arrivals();
+  exchange.await_headers();
   std::vector<float> weights;
-  const Routing routing = await_routing(p, channel, weights);
+  const Routing routing = await_routing(p, exchange, weights);
   const Placement placement = place_rows(p.shape, p.output, routing);
   fill_info(p.output, placement, p.info);
   clear_row_info(p.output, p.is_idx64, p.out_topk_idx, p.out_weights, p.row_expert);
-  receive_rows(p, channel, routing, placement, weights);
+  receive_rows(p, exchange, routing, placement, weights);
   std::copy(routing.tokens.begin(), routing.tokens.end(), p.handle.tokens);
   std::copy(placement.row_map.begin(), placement.row_map.end(), p.handle.rows);
   if (has_expert_rows(p.output.layout)) std::copy(weights.begin(), weights.end(), p.handle.weights);
   if (p.src_info != nullptr) account_for_rows(p, placement);
   for (int bin = 0; p.recv_stats != nullptr && bin < p.output.bins(); bin++) p.recv_stats[bin] += p.info[bin];
   state.dropped_rows += placement.dropped;
-  channel.complete();
+  exchange.complete();
 }
 
 }  // namespace
 
 void cpu_dispatch(const LlDispatchParams& p, Transport& transport, CpuState& state) {
-  Channel channel(transport, state, Kind::kDispatch, p.offsets, p.header);
-  if (sends(p.phase)) send(p, state, channel);
+  Exchange exchange(transport, state, Kind::kDispatch, p.offsets, p.header);
+  if (sends(p.phase)) send(p, state, exchange);
   if (!receives(p.phase)) return;
-  if (p.phase == Phase::kRecv) channel.resume_after(1);
+  if (p.phase == Phase::kRecv) exchange.resume_after(1);
   try {
-    receive(p, state, channel);
+    receive(p, state, exchange);
   } catch (const Error&) {  // the buffer has failed: nothing was received
     std::fill(p.info, p.info + p.output.info_size(), 0);
     clear_row_info(p.output, p.is_idx64, p.out_topk_idx, p.out_weights, p.row_expert);

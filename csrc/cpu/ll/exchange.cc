@@ -1,4 +1,4 @@
-#include "cpu/ll/channel.h"
+#include "cpu/ll/exchange.h"
 
 #include <algorithm>
 #include <atomic>
@@ -16,7 +16,7 @@ std::atomic_ref<uint32_t> atomic_word(uint32_t* address) { return std::atomic_re
 
 }  // namespace
 
-Channel::Channel(Transport& transport, CpuState& state, Kind kind, const LlOffsets& offsets, const OpHeader& header)
+Exchange::Exchange(Transport& transport, CpuState& state, Kind kind, const LlOffsets& offsets, const OpHeader& header)
     : transport_(transport),
       state_(state),
       kind_(kind),
@@ -30,17 +30,17 @@ Channel::Channel(Transport& transport, CpuState& state, Kind kind, const LlOffse
   state.next_calls.begin(false, kind, epoch_);
 }
 
-Channel::~Channel() {
+Exchange::~Exchange() {
   if (!sources_.empty()) transport_.flush();
 }
 
-uint32_t* Channel::window_word(Offset offset) const {
+uint32_t* Exchange::window_word(Offset offset) const {
   return reinterpret_cast<uint32_t*>(transport_.local_window() + offset);
 }
 
 // ---- Sending
 
-void Channel::send_header(int peer) {
+void Exchange::send_header(int peer) {
   testing::delay(testing::Point::kBeforeHeader, rank());
   uint32_t words[OpHeader::kWords];
   for (int i = 0; i < OpHeader::kWords; i++) words[i] = header_.word(i);
@@ -53,26 +53,26 @@ void Channel::send_header(int peer) {
 }
 
 // A masked rank may still read the rest of an earlier header.
-void Channel::tell_mask(int peer) {
+void Exchange::tell_mask(int peer) {
   const uint32_t is_masked = 1;
   const Offset word_at = offsets_.header(bank_, rank()) + OpHeader::kIsMasked * sizeof(TaggedWord);
   send_tagged(peer, word_at, &is_masked, 1);
 }
 
-void Channel::mask(int rank) {
+void Exchange::mask(int rank) {
   state_.masked |= 1ull << rank;
   tell_mask(rank);
 }
 
-void Channel::send_words(int peer, Offset offset, const uint32_t* values, int count) {
+void Exchange::send_words(int peer, Offset offset, const uint32_t* values, int count) {
   if (!is_masked(peer)) send_tagged(peer, offset, values, count);
 }
 
-void Channel::keep_word(Offset offset, uint32_t value) {
+void Exchange::keep_word(Offset offset, uint32_t value) {
   atomic_tagged(transport_.local_window() + offset).store(pack({value, tag_}), std::memory_order_relaxed);
 }
 
-void Channel::send_tagged(int peer, Offset offset, const uint32_t* values, int count) {
+void Exchange::send_tagged(int peer, Offset offset, const uint32_t* values, int count) {
   state_.wire.other_bytes[peer] += count * sizeof(TaggedWord);
   if (char* target = transport_.peer_ptr(peer, offset)) {
     // Release: a rank that sees a word of this operation also sees that this rank has emptied the bank of the operation
@@ -90,7 +90,7 @@ void Channel::send_tagged(int peer, Offset offset, const uint32_t* values, int c
   transport_.put(peer, offset, source.data(), source.size());
 }
 
-void Channel::send_row_to(int peer, Offset slot, const uint32_t* words, int num_words) {
+void Exchange::send_row_to(int peer, Offset slot, const uint32_t* words, int num_words) {
   if (is_masked(peer)) return;
   testing::delay(testing::Point::kBetweenRows, rank());
   state_.wire.rows[peer] += 1;
@@ -105,7 +105,7 @@ void Channel::send_row_to(int peer, Offset slot, const uint32_t* words, int num_
   transport_.put(peer, slot, source.data(), source.size());
 }
 
-void Channel::close_stage() {
+void Exchange::close_stage() {
   stages_++;
   for (int peer = 0; peer < num_ranks(); peer++) {
     if (!transport_.topology().is_lsa(rank(), peer)) transport_.signal_add(peer, offsets_.signal(rank()), 1);
@@ -117,7 +117,7 @@ void Channel::close_stage() {
 // ---- Receiving
 
 // What comes over a network must not be read before its signal.
-bool Channel::has_heard(int source) const {
+bool Exchange::has_heard(int source) const {
   if (!transport_.topology().is_lsa(rank(), source)) {
     return transport_.signal(offsets_.signal(source)) > state_.arrivals[static_cast<int>(kind_)];
   }
@@ -125,7 +125,7 @@ bool Channel::has_heard(int source) const {
   return static_cast<uint32_t>(atomic_tagged(header).load(std::memory_order_acquire) >> 32) == tag_;
 }
 
-void Channel::give_up(Deadline::End end, Awaited awaited, int source, uint64_t expected, uint64_t seen) {
+void Exchange::give_up(Deadline::End end, Awaited awaited, int source, uint64_t expected, uint64_t seen) {
   Failure failure{code_of(end), kind_, awaited, source, epoch_, expected, seen, 0, header_, {}, 0};
   failure.waited_seconds = deadline_.waited_seconds();
   for (int r = 0; r < num_ranks() && r < 64; r++) {
@@ -134,19 +134,19 @@ void Channel::give_up(Deadline::End end, Awaited awaited, int source, uint64_t e
   fail(state_, failure, transport_);
 }
 
-void Channel::refuse_op(int source, const OpHeader& theirs) {
+void Exchange::refuse_op(int source, const OpHeader& theirs) {
   fail(state_, {Failure::kOtherOp, kind_, Awaited::kOpHeader, source, epoch_, 0, 0, 0, header_, theirs, 0}, transport_);
 }
 
 // What comes over a network is read behind its signal alone.
-void Channel::refuse_other_call(int source) {
+void Exchange::refuse_other_call(int source) {
   if (!transport_.topology().is_lsa(rank(), source)) return;
   const auto theirs = state_.next_calls.other_than(false, kind_, source, transport_.local_window());
   if (theirs && !has_heard(source)) refuse_op(source, *theirs);
 }
 
 // Whether the source has masked this rank, in this operation or, if this rank is behind, in a later one.
-bool Channel::was_left_by(int source) const {
+bool Exchange::was_left_by(int source) const {
   for (int bank = 0; bank < kNumBanks; bank++) {
     const Offset word_at = offsets_.header(bank, source) + OpHeader::kIsMasked * sizeof(TaggedWord);
     const uint64_t word = atomic_tagged(transport_.local_window() + word_at).load(std::memory_order_acquire);
@@ -156,14 +156,14 @@ bool Channel::was_left_by(int source) const {
 }
 
 // With masks, a wait calls it now and then.
-bool Channel::is_late(int source, std::chrono::steady_clock::time_point now) {
+bool Exchange::is_late(int source, std::chrono::steady_clock::time_point now) {
   state_.heartbeats.exchange(transport_, state_.heartbeats_at, now, state_.control.timeout_seconds);
   return deadline_.is_late(now, state_.heartbeats.last_of(source));
 }
 
 // `ready` returns true when the wait is over and otherwise stores what it saw. False: the source is masked.
 template <class Ready>
-bool Channel::await(Awaited awaited, int source, uint64_t expected, Ready ready) {
+bool Exchange::await(Awaited awaited, int source, uint64_t expected, Ready ready) {
   uint64_t seen = 0;
   if (is_masked(source)) return false;
   if (ready(seen)) return true;
@@ -192,7 +192,7 @@ bool Channel::await(Awaited awaited, int source, uint64_t expected, Ready ready)
   return true;
 }
 
-void Channel::await_signal(const RowSignals& signals, int row) {
+void Exchange::await_signal(const RowSignals& signals, int row) {
   std::atomic_ref<uint32_t> counter = atomic_word(const_cast<uint32_t*>(signals.counter_of(row)));
   uint32_t seen = 0;
   const Deadline::End end = deadline_.wait_until([&] {
@@ -207,7 +207,7 @@ void Channel::await_signal(const RowSignals& signals, int row) {
   fail(state_, failure, transport_);
 }
 
-void Channel::await_arrivals() {
+void Exchange::await_arrivals() {
   heard_stages_++;
   const uint64_t expected = state_.arrivals[static_cast<int>(kind_)] + heard_stages_;
   for (int source = 0; source < num_ranks(); source++) {
@@ -219,7 +219,7 @@ void Channel::await_arrivals() {
   }
 }
 
-void Channel::await_headers() {
+void Exchange::await_headers() {
   for (int source = 0; source < num_ranks(); source++) {
     uint32_t words[OpHeader::kWords];
     const Offset header = offsets_.header(bank_, source);
@@ -235,7 +235,7 @@ void Channel::await_headers() {
   }
 }
 
-bool Channel::await_words(int source, Offset offset, Awaited awaited, uint32_t* values, int count) {
+bool Exchange::await_words(int source, Offset offset, Awaited awaited, uint32_t* values, int count) {
   char* address = transport_.local_window() + offset;
   for (int i = 0; i < count; i++) {
     const bool is_there = await(awaited, source, tag_, [&](uint64_t& seen) {
@@ -251,7 +251,7 @@ bool Channel::await_words(int source, Offset offset, Awaited awaited, uint32_t* 
   return true;
 }
 
-bool Channel::take_row_from(int source, Offset slot, int token, Awaited awaited, uint32_t* words, int num_words) {
+bool Exchange::take_row_from(int source, Offset slot, int token, Awaited awaited, uint32_t* words, int num_words) {
   uint32_t* row = window_word(slot);
   if (transport_.topology().is_lsa(rank(), source)) {
     for (int i = 0; i < num_words; i++) {
@@ -276,7 +276,7 @@ bool Channel::take_row_from(int source, Offset slot, int token, Awaited awaited,
   return true;
 }
 
-void Channel::complete() {
+void Exchange::complete() {
   if (testing::has_bug(testing::Bug::kReusedEpoch) && epoch_ % 5 == 0) return;
   state_.epoch[static_cast<int>(kind_)] = epoch_;
   state_.arrivals[static_cast<int>(kind_)] += stages_;

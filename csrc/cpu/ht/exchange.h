@@ -13,12 +13,12 @@
 
 namespace ep {
 
-class HtChannel {
+class HtExchange {
  public:
-  HtChannel(Transport& transport, CpuState& state, Kind kind, const HtOffsets& offsets, const OpHeader& header);
-  ~HtChannel();  // an operation that fails halfway leaves puts behind, which read their sources
-  HtChannel(const HtChannel&) = delete;
-  HtChannel& operator=(const HtChannel&) = delete;
+  HtExchange(Transport& transport, CpuState& state, Kind kind, const HtOffsets& offsets, const OpHeader& header);
+  ~HtExchange();  // an operation that fails halfway leaves puts behind, which read their sources
+  HtExchange(const HtExchange&) = delete;
+  HtExchange& operator=(const HtExchange&) = delete;
 
   int rank() const { return transport_.rank(); }
   const Topology& topology() const { return offsets_.topology; }

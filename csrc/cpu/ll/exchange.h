@@ -14,12 +14,12 @@
 
 namespace ep {
 
-class Channel {
+class Exchange {
  public:
-  Channel(Transport& transport, CpuState& state, Kind kind, const LlOffsets& offsets, const OpHeader& header);
-  ~Channel();  // an operation that fails halfway leaves puts behind, which read its sources
-  Channel(const Channel&) = delete;
-  Channel& operator=(const Channel&) = delete;
+  Exchange(Transport& transport, CpuState& state, Kind kind, const LlOffsets& offsets, const OpHeader& header);
+  ~Exchange();  // an operation that fails halfway leaves puts behind, which read its sources
+  Exchange(const Exchange&) = delete;
+  Exchange& operator=(const Exchange&) = delete;
 
   int rank() const { return transport_.rank(); }
   int num_ranks() const { return offsets_.num_ranks; }

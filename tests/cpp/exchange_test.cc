@@ -1,5 +1,5 @@
 // One operation's view of the wire, below dispatch and combine.
-#include "cpu/ll/channel.h"
+#include "cpu/ll/exchange.h"
 
 #include <gtest/gtest.h>
 
@@ -44,13 +44,13 @@ void on_two_ranks(int domain_size, Body body) {
 }
 
 // A call that throws between its puts and the end of its stage frees the puts' sources.
-TEST(Channel, LeavesNoPutsBehind) {
+TEST(Exchange, LeavesNoPutsBehind) {
   on_two_ranks(1, [](Bootstrap& bootstrap, Transport& transport, CpuState& state, const LlOffsets& offsets) {
     const int peer = 1 - bootstrap.rank();
     {
-      Channel channel(transport, state, Kind::kDispatch, offsets, {});
+      Exchange exchange(transport, state, Kind::kDispatch, offsets, {});
       const std::vector<uint32_t> words(kRowWords, 42);
-      for (int token = 0; token < 8; token++) channel.send_row(peer, token, words.data(), kRowWords);
+      for (int token = 0; token < 8; token++) exchange.send_row(peer, token, words.data(), kRowWords);
     }
     const std::vector<std::vector<uint32_t>> others(64, std::vector<uint32_t>(kRowWords, 7));  // reuses what was freed
     transport.signal_add(peer, offsets.signal(bootstrap.rank()), 1);
@@ -65,27 +65,27 @@ TEST(Channel, LeavesNoPutsBehind) {
 }
 
 // A slot is as empty after a row was taken as before it came, so that a shorter row may follow a longer one.
-TEST(Channel, TakingARowEmptiesItsSlot) {
+TEST(Exchange, TakingARowEmptiesItsSlot) {
   for (int domain_size : {1, 2}) {
     on_two_ranks(domain_size, [](Bootstrap& bootstrap, Transport& transport, CpuState& state,
                                  const LlOffsets& offsets) {
       const int peer = 1 - bootstrap.rank();
       for (int words = kRowWords; words > 0; words -= 16) {
-        Channel channel(transport, state, Kind::kDispatch, offsets, {});
+        Exchange exchange(transport, state, Kind::kDispatch, offsets, {});
         std::vector<uint32_t> row(words);
         for (int i = 0; i < words; i++) row[i] = 1000 * words + i;
-        for (int p = 0; p < 2; p++) channel.send_header(p);
-        channel.send_row(peer, 3, row.data(), words);
-        channel.close_stage();
-        channel.await_arrivals();
-        channel.await_headers();
+        for (int p = 0; p < 2; p++) exchange.send_header(p);
+        exchange.send_row(peer, 3, row.data(), words);
+        exchange.close_stage();
+        exchange.await_arrivals();
+        exchange.await_headers();
         std::vector<uint32_t> taken(words);
-        channel.take_row(peer, 3, Awaited::kRows, taken.data(), words);
+        exchange.take_row(peer, 3, Awaited::kRows, taken.data(), words);
         require(taken == row, concat("row of ", words, " words"));
         uint32_t slot[kRowWords];
-        std::memcpy(slot, transport.local_window() + offsets.row(channel.bank(), peer, 3), sizeof slot);
+        std::memcpy(slot, transport.local_window() + offsets.row(exchange.bank(), peer, 3), sizeof slot);
         require(std::all_of(slot, slot + kRowWords, [](uint32_t word) { return word == kAbsent; }), "the slot is full");
-        channel.complete();
+        exchange.complete();
       }
       require(state.epoch[0] == kRowWords / 16, "epochs");
       require(state.wire.rows[peer] == kRowWords / 16, "rows counted");
@@ -96,17 +96,17 @@ TEST(Channel, TakingARowEmptiesItsSlot) {
 }
 
 // The epoch is not advanced by a call that failed: nothing may follow it but the end of the group.
-TEST(Channel, ATimeoutNamesWhatIsMissing) {
+TEST(Exchange, ATimeoutNamesWhatIsMissing) {
   on_two_ranks(2, [](Bootstrap& bootstrap, Transport& transport, CpuState& state, const LlOffsets& offsets) {
     state.control.timeout_seconds = 0.2;
-    Channel channel(transport, state, Kind::kDispatch, offsets, {});
-    for (int p = 0; p < 2; p++) channel.send_header(p);
-    channel.close_stage();
+    Exchange exchange(transport, state, Kind::kDispatch, offsets, {});
+    for (int p = 0; p < 2; p++) exchange.send_header(p);
+    exchange.close_stage();
     bootstrap.allgather("sent");  // what is there is taken, whether the deadline has passed or not
-    channel.await_headers();
+    exchange.await_headers();
     const int peer = 1 - bootstrap.rank();
     uint32_t words[kRowWords];
-    const std::string error = error_of([&] { channel.take_row(peer, 5, Awaited::kRows, words, kRowWords); });
+    const std::string error = error_of([&] { exchange.take_row(peer, 5, Awaited::kRows, words, kRowWords); });
     require(error == concat("rank ", bootstrap.rank(), " waited 0.2 s for the token rows of rank ", peer,
                             " in dispatch 1 (expected 5, saw 0)"),
             error);

@@ -1,4 +1,4 @@
-#include "cpu/ht/channel.h"
+#include "cpu/ht/exchange.h"
 
 #include <algorithm>
 
@@ -8,7 +8,8 @@
 
 namespace ep {
 
-HtChannel::HtChannel(Transport& transport, CpuState& state, Kind kind, const HtOffsets& offsets, const OpHeader& header)
+HtExchange::HtExchange(Transport& transport, CpuState& state, Kind kind, const HtOffsets& offsets,
+                       const OpHeader& header)
     : transport_(transport),
       state_(state),
       kind_(kind),
@@ -22,13 +23,13 @@ HtChannel::HtChannel(Transport& transport, CpuState& state, Kind kind, const HtO
   state.next_calls.begin(true, kind, epoch_);
 }
 
-HtChannel::~HtChannel() {
+HtExchange::~HtExchange() {
   if (num_domains() > 1) transport_.flush();
 }
 
 // ---- Op messages
 
-void HtChannel::send_messages(const std::vector<uint32_t>& words) {
+void HtExchange::send_messages(const std::vector<uint32_t>& words) {
   testing::delay(testing::Point::kBeforeHeader, rank());
   for (int i = 0; i < OpHeader::kWords; i++) sent_.push_back({header_.word(i), tag_});
   for (uint32_t word : words) sent_.push_back({word, tag_});
@@ -52,7 +53,7 @@ void HtChannel::send_messages(const std::vector<uint32_t>& words) {
   testing::delay(testing::Point::kAfterHeader, rank());
 }
 
-void HtChannel::await_headers(int count) {
+void HtExchange::await_headers(int count) {
   for (int source = 0; source < num_ranks(); source++) {
     const bool is_lsa = topology().is_lsa(rank(), source);
     if (!is_lsa) await_signal(message_signal(), source, Awaited::kArrivalSignal);
@@ -85,67 +86,67 @@ void HtChannel::await_headers(int count) {
   }
 }
 
-void HtChannel::refuse_op(int source, const OpHeader& theirs) {
+void HtExchange::refuse_op(int source, const OpHeader& theirs) {
   fail(state_, {Failure::kOtherOp, kind_, Awaited::kOpHeader, source, epoch_, 0, 0, 0, header_, theirs, 1}, transport_);
 }
 
-void HtChannel::refuse_other_call(int source) {
+void HtExchange::refuse_other_call(int source) {
   const auto theirs = state_.next_calls.other_than(true, kind_, source, transport_.local_window());
   if (theirs && !has_heard(source)) refuse_op(source, *theirs);
 }
 
 // ---- Memory and signals
 
-void HtChannel::put(int peer, Offset destination, Offset source, uint64_t bytes) {
+void HtExchange::put(int peer, Offset destination, Offset source, uint64_t bytes) {
   transport_.put(peer, destination, local(source), bytes);
 }
 
 // The word at the peer becomes the epoch. Its value before is known, as all readers of a signal are sent it at the same
 // time.
-void HtChannel::signal(int peer, HtSignal which) {
+void HtExchange::signal(int peer, HtSignal which) {
   transport_.signal_add(peer, offsets_.signal(which, rank()), epoch_ - state_.ht_sent[static_cast<int>(which)]);
 }
 
-void HtChannel::signal_domain(HtSignal which) {
+void HtExchange::signal_domain(HtSignal which) {
   for (int step = 0; step < topology().domain_size; step++) signal(lsa_peer(step), which);
   state_.ht_sent[static_cast<int>(which)] = epoch_;
 }
 
-void HtChannel::signal_rail(HtSignal which) {
+void HtExchange::signal_rail(HtSignal which) {
   for (int other = 0; other < num_domains(); other++) {
     if (other != domain()) signal(offsets_.rail_peer(rank(), other), which);
   }
   state_.ht_sent[static_cast<int>(which)] = epoch_;
 }
 
-void HtChannel::await_domain(HtSignal which, Awaited awaited) {
+void HtExchange::await_domain(HtSignal which, Awaited awaited) {
   for (int step = 0; step < topology().domain_size; step++) await_signal(which, lsa_peer(step), awaited);
 }
 
-void HtChannel::await_rail(HtSignal which, Awaited awaited) {
+void HtExchange::await_rail(HtSignal which, Awaited awaited) {
   for (int other = 0; other < num_domains(); other++) {
     if (other != domain()) await_signal(which, offsets_.rail_peer(rank(), other), awaited);
   }
 }
 
-uint64_t HtChannel::seen_signal(HtSignal which, int source) const {
+uint64_t HtExchange::seen_signal(HtSignal which, int source) const {
   return transport_.signal(offsets_.signal(which, source));
 }
 
-void HtChannel::await_signal(HtSignal which, int source, Awaited awaited) {
+void HtExchange::await_signal(HtSignal which, int source, Awaited awaited) {
   const auto has_come = [&] { return seen_signal(which, source) >= epoch_; };
   const Deadline::End end = deadline_.wait_until(has_come);
   if (end != Deadline::End::kReady) give_up(end, awaited, source, epoch_, seen_signal(which, source));
 }
 
 // What comes over a network must not be read before its signal.
-bool HtChannel::has_heard(int source) const {
+bool HtExchange::has_heard(int source) const {
   if (!topology().is_lsa(rank(), source)) return seen_signal(message_signal(), source) >= epoch_;
   char* header = local(offsets_.message_word(bank_, source, 0));
   return static_cast<uint32_t>(atomic_tagged(header).load(std::memory_order_acquire) >> 32) == tag_;
 }
 
-void HtChannel::give_up(Deadline::End end, Awaited awaited, int source, uint64_t expected, uint64_t seen) {
+void HtExchange::give_up(Deadline::End end, Awaited awaited, int source, uint64_t expected, uint64_t seen) {
   Failure failure{code_of(end), kind_, awaited, source, epoch_, expected, seen, 0, header_, {}, 1};
   failure.waited_seconds = deadline_.waited_seconds();
   for (int r = 0; r < num_ranks() && r < 64; r++) {
@@ -154,19 +155,19 @@ void HtChannel::give_up(Deadline::End end, Awaited awaited, int source, uint64_t
   fail(state_, failure, transport_);
 }
 
-void HtChannel::check_row(int peer, int64_t row, uint64_t rows) {
+void HtExchange::check_row(int peer, int64_t row, uint64_t rows) {
   if (static_cast<uint64_t>(row) < rows) return;
   fail(state_,
        {Failure::kHandle, kind_, Awaited::kNone, peer, epoch_, rows, static_cast<uint64_t>(row), 0, header_, {}, 1},
        transport_);
 }
 
-void HtChannel::note_row(int peer, uint64_t bytes) {
+void HtExchange::note_row(int peer, uint64_t bytes) {
   state_.wire.rows[peer] += 1;
   state_.wire.row_bytes[peer] += bytes;
 }
 
-void HtChannel::complete() {
+void HtExchange::complete() {
   if (num_domains() > 1) transport_.flush();
   if (testing::has_bug(testing::Bug::kReusedEpoch) && epoch_ % 5 == 0) return;
   state_.ht_epoch[static_cast<int>(kind_)] = epoch_;
