@@ -5,6 +5,7 @@
 #include <torch/extension.h>
 
 #include "torch/call/stream_event.cc"
+#include "torch/common/lock.cc"
 
 namespace ep {
 
