@@ -220,6 +220,7 @@ def test_the_training_example_lowers_its_loss(start: tuple[str, ...]) -> None:
 
 
 @pytest.mark.slow
-def test_the_compiled_example_compiles_twice() -> None:
+def test_the_compiled_example_compiles_once() -> None:
     text = run("examples/compiled_moe_layer.py")
-    assert re.findall(r"(\d+) tokens: .*, (\d) compilations", text) == [("32", "1"), ("17", "2"), ("5", "2")], text
+    seen = re.findall(r"(\d+) tokens: .*, (\d) compilations", text)
+    assert seen == [("32", "1"), ("17", "1"), ("1", "1"), ("0", "1")], text
