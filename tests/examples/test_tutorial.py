@@ -15,7 +15,7 @@ SMALL = "--device cpu --ranks 2"
 
 
 def test_commands_of_the_tutorial_run(tmp_path: Path) -> None:
-    text = (ROOT / "docs/tutorial.md").read_text()
+    text = (ROOT / "docs/tutorial.md").read_text().replace("\\\n", "")
     commands = [line for match in BLOCK.finditer(text) if match[1] == "sh" for line in match[2].splitlines()]
     installing = [line for line in commands if line.startswith("pip install")]
     assert len(installing) == 1, "tested by the wheel's test"
