@@ -7,12 +7,12 @@ import torch  # noqa: F401  (its libraries must be loaded before the extension)
 from . import extension, log  # noqa: F401  (extension first: it says if there is none)
 from ._version import __version__
 from .buffer import Buffer
-from .compilers import mark_tokens
 from .errors import EpError, MismatchError, OverflowError, SystemError, TimeoutError, UsageError
 from .events import EventHandle, EventOverlap
 from .functional import KEEP_PROGRAM_ORDER, combine, combine_send, combine_weights, dispatch, dispatch_send
 from .handle import DispatchOutput, Handle, Layout, Quant
 from .high_throughput import Payload, dispatch_cached
+from .marks import mark_tokens
 from .pending import Pending
 
 if TYPE_CHECKING:

@@ -157,13 +157,15 @@ class DispatchCall:
         """What ``DispatchShape.output`` takes, and the rows of ``extra``."""
         if self.shape.mode == "ht":
             return route_and_send(self, out)
-        is_compiling, buffer = is_dynamo_compiling(), self.shape.buffer
-        op = _ops.ll_dispatch.default if is_compiling else _ll_dispatch_packed
-        if not is_compiling and buffer._open_sends:
-            receive_lost(buffer, "dispatch")
+        op = _ops.ll_dispatch.default if is_dynamo_compiling() else _ll_dispatch_packed
+        self._receive_lost()
         if self.extra:
             return dispatch_with_extra(op, self)
-        return op(buffer._seq, *self.args()), ()
+        return op(self.shape.buffer._seq, *self.args()), ()
+
+    def _receive_lost(self) -> None:
+        if not is_dynamo_compiling() and self.shape.buffer._open_sends:
+            receive_lost(self.shape.buffer, "dispatch")
 
     def send(self, async_finish: bool) -> Pending[DispatchOutput]:
         if type(async_finish) is not bool:
@@ -176,7 +178,7 @@ class DispatchCall:
             raise ValueError(
                 f"{len(self.extra)} extra tensors, but a split dispatch takes none: pass async_finish=True"
             )
-        return self._send_half()
+        return self._send_split()
 
     def _send_all(self) -> Pending[DispatchOutput]:
         """On the buffer's own stream."""
@@ -195,7 +197,7 @@ class DispatchCall:
         given = x if shape.quantises and wants_gradient(x) else None
         return Pending(lambda: shape.output(given, sent[:end], sent[end:]), event)
 
-    def _send_half(self) -> Pending[DispatchOutput]:
+    def _send_split(self) -> Pending[DispatchOutput]:
         shape, buffer = self.shape, self.shape.buffer
         if wants_gradient(self.scales):
             raise ValueError("scales want a gradient, but a dispatch in two calls has none for them: call dispatch")
@@ -203,8 +205,7 @@ class DispatchCall:
         if wants_gradient(self.x, self.topk_weights):
             like_x = _ops.carrier.default(self.x)
             like_weights = None if self.topk_weights is None else _ops.carrier.default(self.topk_weights)
-        if not is_dynamo_compiling() and buffer._open_sends:
-            receive_lost(buffer, "dispatch")
+        self._receive_lost()
         try:
             with torch.no_grad():  # ll_dispatch_recv has the gradient
                 sent = _ops.ll_dispatch_send.default(buffer._seq, *self.args())
@@ -330,7 +331,7 @@ class CombineCall:
             return self._send_all()
         if self.handle.mode == "ht":
             raise ValueError("a combine of high throughput is not split: pass async_finish=True, or call combine")
-        return self._send_half(numbers, row_signals)
+        return self._send_split(numbers, row_signals)
 
     def _send_all(self) -> Pending[torch.Tensor]:
         """On the buffer's own stream."""
@@ -340,7 +341,7 @@ class CombineCall:
             raise error_of(self.buffer, error) from error
         return Pending(lambda: combined, event)
 
-    def _send_half(self, numbers: Numbers, row_signals: torch.Tensor | None) -> Pending[torch.Tensor]:
+    def _send_split(self, numbers: Numbers, row_signals: torch.Tensor | None) -> Pending[torch.Tensor]:
         buffer, handle, rows, weights = self.buffer, self.handle, self.rows, self.weights
         carried: tuple[torch.Tensor | None, ...] = (None, None, None, None)  # for gradients
         if wants_gradient(rows, weights, self.biases):
