@@ -1,5 +1,4 @@
-// From a call to its op. Where nobody else has to see it, the op's kernel is called; where a derivative is wanted,
-// torch's dispatcher, which leads to the op's gradient; under a mode or a transform of torch, and with a tensor of a
+// From a call to its op: by fast_call.h: call_plainly; under a mode or a transform of torch, and with a tensor of a
 // subclass, what Python calls by torch.ops. The arguments are the same.
 #pragma once
 
@@ -8,7 +7,6 @@
 #include <type_traits>
 
 #include "torch/call/python.h"
-#include "torch/common/lock.h"
 #include "torch/ops/op_types.h"
 
 namespace ep::call {
@@ -45,12 +43,7 @@ template <class Result, class... Args>
 Result call_op(const c10::TypedOperatorHandle<Result(Args...)>& op, bool is_plain,
                const std::type_identity_t<Args>&... args) {
   if (!is_plain) return result_of<Result>(call_by_python(op, tuple_of(as_python(args)...)));
-  const bool wants_gradient = (gradients::wants_any(args) || ...);
-  const LockRelease no_lock;
-  std::optional<at::AutoDispatchBelowAutograd> below;
-  if (!wants_gradient) below.emplace();
-  const PackedResultsScope packed(true);
-  return op.call(args...);
+  return fast_call::call_plainly(op, true, args...);
 }
 
 // A callable of Python without arguments, which may be called again: the receive of a split call.

@@ -154,6 +154,19 @@ inline bool is_plain_thread() {
          !skips_a_hop<at::impl::PythonTorchFunctionTLS>();
 }
 
+// Where nobody else has to see the call, torch's dispatcher leads to the op's kernel; where a derivative is wanted, to
+// the op's gradient. Without the interpreter's lock. packs_results: small results share an allocation.
+template <class Result, class... Args>
+Result call_plainly(const c10::TypedOperatorHandle<Result(Args...)>& op, bool packs_results,
+                    const std::type_identity_t<Args>&... args) {
+  const bool wants_gradient = (gradients::wants_any(args) || ...);
+  const LockRelease no_lock;
+  std::optional<at::AutoDispatchBelowAutograd> below;
+  if (!wants_gradient) below.emplace();
+  const PackedResultsScope packed(packs_results);
+  return op.call(args...);
+}
+
 template <size_t kSize>
 struct Name {
   char text[kSize];
@@ -182,14 +195,7 @@ struct Call<kName, kBatchSize, Result(Args...)> {
     const bool is_plain = count == sizeof...(Args) && names == nullptr && is_plain_thread() &&
                           (std::get<kIndex>(args).load(given[kIndex]) && ...);
     if (!is_plain) return PyObject_Vectorcall(usual, given, count, names);
-    const bool wants_gradient = (gradients::wants_any(std::get<kIndex>(args).get()) || ...);
-    const auto enqueue = [&] {
-      const LockRelease no_lock;
-      std::optional<at::AutoDispatchBelowAutograd> below;
-      if (!wants_gradient) below.emplace();
-      const PackedResultsScope packed(kBatchSize);
-      return handle.call(std::get<kIndex>(args).get()...);
-    };
+    const auto enqueue = [&] { return call_plainly(handle, kBatchSize, std::get<kIndex>(args).get()...); };
     if constexpr (std::is_void_v<Result>) {
       enqueue();
       Py_RETURN_NONE;
