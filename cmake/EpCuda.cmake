@@ -26,7 +26,9 @@ endif()
 # The headers of the NCCL wheel that torch uses: the kernels' data structures must be those of the library loaded.
 if(NOT no_cuda)
   set(EP_NCCL_INCLUDE_DIR ${NCCL_EP_NCCL_INCLUDE_DIR})
-  if(NOT EP_NCCL_INCLUDE_DIR)
+  if(NOT EP_NCCL_INCLUDE_DIR AND NCCL_EP_BUILD_PYTHON)
+    set(EP_NCCL_INCLUDE_DIR ${EP_TORCH_NCCL})
+  elseif(NOT EP_NCCL_INCLUDE_DIR)
     find_package(Python 3.10 COMPONENTS Interpreter)
     if(Python_EXECUTABLE)
       execute_process(

@@ -7,6 +7,7 @@ import torch
 
 T = TypeVar("T")
 
+BUILD: str  # "nccl_ep_build|torch=2.11.0|cuda=13.0|architectures=90a|", what it was built for
 EMULATES_GPU: bool  # its "cpu" runs the kernels of CUDA: tests/gpu_emulator
 
 def has_cuda() -> bool: ...

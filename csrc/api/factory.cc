@@ -18,9 +18,7 @@
 namespace ep {
 
 #if !defined(EP_WITH_CUDA) && !defined(EP_EMULATED_GPU)
-[[noreturn]] static void refuse_cuda() {
-  raise(ErrorKind::kSystem, "this nccl_ep was built without CUDA; build it with a CUDA toolkit, or use device=\"cpu\"");
-}
+[[noreturn]] static void refuse_cuda() { raise(ErrorKind::kSystem, why_no_cuda()); }
 #endif
 
 std::vector<std::vector<uint64_t>> take_time_line([[maybe_unused]] std::string_view kernel) {
@@ -31,11 +29,14 @@ std::vector<std::vector<uint64_t>> take_time_line([[maybe_unused]] std::string_v
 #endif
 }
 
-bool has_cuda_backend() {
+bool has_cuda_backend() { return why_no_cuda().empty(); }
+
+std::string why_no_cuda() {
 #if defined(EP_WITH_CUDA)
-  return true;
+  return "";
 #else
-  return false;
+  return "this nccl_ep was built without CUDA (" EP_WITHOUT_CUDA
+         "): build it where nvcc is, with NCCL_EP_CUDA=ON in the environment, or use device=\"cpu\"";
 #endif
 }
 

@@ -15,6 +15,9 @@ std::vector<std::vector<uint64_t>> take_time_line(std::string_view kernel);
 // False in a build without CUDA.
 bool has_cuda_backend();
 
+// A sentence that says why, and what to do; empty in a build with CUDA.
+std::string why_no_cuda();
+
 // NCCL as "2.28.9": whose headers the build had, and what this process has loaded, from which file. `problem`: why it
 // cannot be used. All empty in a build without CUDA.
 struct NcclInfo {

@@ -76,7 +76,7 @@ def judge(facts: Facts, several_nodes: bool = False) -> list[Finding]:
         return found
     if not facts.library_cuda:
         problem(f"{len(facts.gpus)} GPUs are here, but this nccl_ep is built without CUDA",
-                "build it where nvcc is: NCCL_EP_CUDA=ON pip install --no-build-isolation .")  # fmt: skip
+                "build it where nvcc is: NCCL_EP_CUDA=ON pip install --force-reinstall --no-deps .")  # fmt: skip
     elif facts.nccl.get("problem"):
         problem(facts.nccl["problem"], "")  # which says what to do
     elif nccl := judge_nccl(facts.nccl.get("loaded", ""))[1]:

@@ -1,5 +1,6 @@
 #include "torch/ops/arguments.h"
 
+#include "api/factory.h"
 #include "base/check.h"
 #include "runtime/call.h"
 #include "runtime/policy.h"
@@ -102,7 +103,8 @@ HandleShape handle_shape(const OutputShape& output, int64_t num_tokens) {
 
 void check_tensor(const at::Tensor& tensor, const char* name, at::ScalarType dtype, at::IntArrayRef sizes,
                   const at::Device& device) {
-  EP_CHECK(tensor.device() == device, name, " is on ", tensor.device().str(), ", the buffer on ", device.str());
+  EP_CHECK(tensor.device() == device, name, " is on ", tensor.device().str(), ", the buffer on ", device.str(),
+           tensor.is_cuda() && !has_cuda_backend() ? ": " + why_no_cuda() : "");
   EP_CHECK(tensor.scalar_type() == dtype, name, " is ", at::toString(tensor.scalar_type()), ", must be ",
            at::toString(dtype));
   EP_CHECK(tensor.sizes() == sizes, name, " has shape ", tensor.sizes(), ", must be ", sizes);
