@@ -3,7 +3,8 @@
 # make kernels  compile the CUDA kernels, in build/kernels  make c         the C library, in build/dev
 # make lint     formats, types, layers                      make format    formats all sources
 # make tsan     C++ tests under ThreadSanitizer             make asan      ... AddressSanitizer and UBSan
-# make bench    measure here                                make wheel     build and check dist/*.whl
+# make bench    measure here                                make wheel     build and check dist/*.whl, for .venv
+# make wheels   wheels for others: one for each torch and Python
 # make tidy     clang-tidy on what needs neither CUDA nor torch
 # make fuzz     ten minutes of random cases and arguments; FUZZ_SECONDS=60 FUZZ_SEED=7 choose
 # make emulated the kernels of CUDA against the oracle, on an emulated GPU
@@ -30,7 +31,7 @@ ctest := ctest --output-on-failure --parallel $(JOBS) --test-dir
 cxx_files = $(shell find csrc tests -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: demo extension build c kernels test test-all lint format tidy tsan asan fuzz emulated newest frameworks bench gin \
-    wheel gpu clean
+    wheel wheels gpu clean
 
 demo: extension
 	python examples/ll_moe_layer.py
@@ -179,6 +180,10 @@ wheel: .venv/ready
 	rm -rf dist
 	python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
 	python tools/check_wheel.py dist/*.whl
+
+wheels: .venv/ready
+	rm -rf dist
+	python tools/wheels.py
 
 # No network and no .venv (one is used if it is there): the machine's python3 with torch, cmake, ninja and pytest.
 gpu: export PYTHONPATH := $(CURDIR)

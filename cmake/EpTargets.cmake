@@ -46,8 +46,14 @@ function(ep_add_library target kind)
   ep_configure(${target})
 endfunction()
 
-# A shared library shows the symbols that its version script names, and binds its own calls to itself.
+# A shared library shows the symbols that its version script names, and binds its own calls to itself. With
+# NCCL_EP_GLIBC_STUBS it starts on systems from glibc 2.28 on; what was a library of its own there is named.
 function(ep_export_only target version_script)
+  if(NCCL_EP_GLIBC_STUBS)
+    target_sources(${target} PRIVATE ${PROJECT_SOURCE_DIR}/cmake/glibc_2_28.cc)
+    target_link_options(${target} PRIVATE -L${NCCL_EP_GLIBC_STUBS}
+                        -Wl,--push-state,--no-as-needed,-lpthread,-ldl,-lrt,--pop-state)
+  endif()
   set(script ${PROJECT_SOURCE_DIR}/${version_script})
   target_link_options(${target} PRIVATE -Wl,-Bsymbolic -Wl,--version-script=${script})
   set_property(TARGET ${target} APPEND PROPERTY LINK_DEPENDS ${script})

@@ -1,4 +1,9 @@
-"""Checks a built wheel: size, contents, dependencies, and that it imports, fast."""
+"""Checks a built wheel: size, contents, dependencies, and that it imports, fast.
+
+    python tools/check_wheel.py WHEEL [2.30.7 ...]
+
+The releases of NCCL are those whose kernels for several NVLink domains must be in it.
+"""
 
 import subprocess
 import sys
@@ -9,6 +14,7 @@ from pathlib import Path
 MAX_BYTES = 15 * 2**20
 MAX_IMPORT_SECONDS = 0.15
 SHIMS = ("deep_ep/__init__.py", "deep_ep/utils.py", "deep_ep_cpp.py")  # what PYTHONPATH has of nccl_ep.deep_ep
+GIN = "nccl_ep/libnccl_ep_gin_"
 IMPORT = """
 import sys, time, torch
 sys.path.insert(0, sys.argv[1])
@@ -28,7 +34,8 @@ with zipfile.ZipFile(wheel) as archive, tempfile.TemporaryDirectory() as target:
     measuring = [name for name in names if "bench" in Path(name).parts or name.endswith((".json", ".sh"))]
 
     assert size <= MAX_BYTES, f"{wheel} has {size} bytes, more than {MAX_BYTES}"
-    own = [name for name in extensions if not name.startswith("nccl_ep/libnccl_ep_gin_")]  # those are loaded on demand
+    own = [name for name in extensions if not name.startswith(GIN)]  # those are loaded on demand
+    assert {f"{GIN}{release}.so" for release in sys.argv[2:]} <= set(extensions), extensions
     assert len(own) == 1 and own[0].startswith("nccl_ep/_C."), extensions
     assert "nccl_ep/py.typed" in names, names
     assert {f"nccl_ep/deep_ep/shims/{name}" for name in SHIMS} <= set(names), names

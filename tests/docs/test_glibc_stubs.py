@@ -1,0 +1,45 @@
+"""tools/glibc_stubs.py: what is linked against the stubs starts from glibc 2.28 on, and finds its functions here."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from tests import ROOT
+
+SOURCE = """
+#include <condition_variable>
+#include <dlfcn.h>
+#include <mutex>
+#include <sys/stat.h>
+#include <thread>
+extern "C" int runs(int fd) {
+  std::mutex mutex;
+  std::condition_variable told;
+  bool done = false;
+  std::thread other([&] { std::lock_guard lock(mutex); done = true; told.notify_one(); });
+  std::unique_lock lock(mutex);
+  told.wait(lock, [&] { return done; });
+  lock.unlock();
+  other.join();
+  struct stat found {};
+  return fstat(fd, &found) == 0 && dlsym(nullptr, "malloc") != nullptr ? int(found.st_size) : -1;
+}
+"""
+
+
+def test_a_library_wants_no_newer_symbols_and_runs(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, ROOT / "tools/glibc_stubs.py", tmp_path / "stubs"], check=True)
+    (tmp_path / "one.cc").write_text(SOURCE)
+    build = ["g++", "-std=c++20", "-shared", "-fPIC", tmp_path / "one.cc", ROOT / "cmake/glibc_2_28.cc"]
+    subprocess.run([*build, f"-L{tmp_path}/stubs", "-Wl,--no-undefined", "-o", tmp_path / "one.so"], check=True)
+    wanted = subprocess.run(["objdump", "-T", tmp_path / "one.so"], capture_output=True, text=True, check=True).stdout
+    versions = {tuple(map(int, found.split("."))) for found in re.findall(r"\(GLIBC_([0-9.]+)\)", wanted)}
+    assert versions and max(versions) <= (2, 28), versions
+    libstdcxx = {int(found) for found in re.findall(r"GLIBCXX_3\.4\.([0-9]+)", wanted)}
+    assert libstdcxx and max(libstdcxx) <= 24, libstdcxx
+    with open(tmp_path / "one.cc") as file:
+        assert ctypes.CDLL(str(tmp_path / "one.so")).runs(file.fileno()) == len(SOURCE)
