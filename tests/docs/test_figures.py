@@ -11,7 +11,7 @@ import pytest
 ROOT = next(parent for parent in Path(__file__).resolve().parents if (parent / "pyproject.toml").is_file())
 RECORDS = ROOT / "records"
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
-SYSTEMS = ("nccl_ep", "deepep_v1", "nccl_ep_nvidia")  # the columns of the comparison
+SYSTEMS = ("nccl_ep", "deepep_v1", "nccl_ep_nvidia", "flashinfer")  # the columns of the comparison
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
@@ -55,7 +55,7 @@ def columns_of_systems(table: list[list[str]]) -> list[tuple[str, str]]:
 
 def rows_of_systems(table: list[list[str]]) -> list[tuple[str, str]]:
     """(system, cell) where a system is a row; a row of "its" belongs to the one above."""
-    found, names = [], {"nccl_ep": "nccl_ep", "DeepEP": "deepep_v1", "NVIDIA's": "nccl_ep_nvidia", "FlashInfer": ""}
+    found, names = [], {"nccl_ep": "nccl_ep", "DeepEP": "deepep_v1", "NVIDIA's": "nccl_ep_nvidia", "FlashInfer": "flashinfer"}
     system = ""
     for name, *cells in table[1:]:
         word = name.split()[0].rstrip(",")
@@ -71,7 +71,7 @@ def test_comparison_has_the_figures_of_its_record(
     document: str, cells_of: Callable[[list[list[str]]], list[tuple[str, str]]]
 ) -> None:
     """And a cell with a time of kernels alone says so: others are with a launch, in a graph or by event."""
-    records = json.loads((RECORDS / "rivals_2xh100_2026-11-25.json").read_text())
+    records = json.loads((RECORDS / "rivals_4xh100_2026-11-28.json").read_text())
     assert all(record["source"] for record in records)
     cells = cells_of(tables((ROOT / document).read_text())[0])
     assert len(cells) >= 20
