@@ -55,8 +55,8 @@ def columns_of_systems(table: list[list[str]]) -> list[tuple[str, str]]:
 
 def rows_of_systems(table: list[list[str]]) -> list[tuple[str, str]]:
     """(system, cell) where a system is a row; a row of "its" belongs to the one above."""
-    found, names = [], {"nccl_ep": "nccl_ep", "DeepEP": "deepep_v1", "NVIDIA's": "nccl_ep_nvidia", "FlashInfer": "flashinfer"}
-    system = ""
+    names = dict(zip(("nccl_ep", "DeepEP", "NVIDIA's", "FlashInfer"), SYSTEMS, strict=True))
+    found, system = [], ""
     for name, *cells in table[1:]:
         word = name.split()[0].rstrip(",")
         system = system if word == "its" else names[word]
