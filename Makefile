@@ -10,6 +10,7 @@
 # make emulated the kernels of CUDA against the oracle, on an emulated GPU
 # make newest   the quick tests that torch matters to, with the newest torch of PyPI, in .venv-newest
 # make frameworks  tests with Megatron-core, transformers and libraries of formats themselves, in .venv-frameworks
+# make docs     the documents as a site, in build/docs/site, with a reference of the Python and the C API
 # make gpu      build, test and measure on a machine with GPUs and no network, with the packages it has
 # make clean    remove what was built, keep .venv
 #
@@ -30,8 +31,8 @@ FUZZ_SEED ?=
 ctest := ctest --output-on-failure --parallel $(JOBS) --test-dir
 cxx_files = $(shell find csrc tests -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo extension build c kernels test test-all lint format tidy tsan asan fuzz emulated newest frameworks bench gin \
-    wheel wheels gpu clean
+.PHONY: demo extension build c kernels test test-all lint format tidy tsan asan fuzz emulated newest frameworks docs bench \
+    gin wheel wheels gpu clean
 
 demo: extension
 	python examples/ll_moe_layer.py
@@ -163,6 +164,22 @@ newest: .venv/ready .venv-newest/ready
 
 frameworks: extension .venv-frameworks/ready
 	.venv-frameworks/bin/python -m pytest tests/frameworks tests/api/test_formats.py
+
+# Sphinx reads the docstrings of the extension's package, with the torch of .venv. A link that leads nowhere is an error.
+.venv-docs/ready: requirements/docs.txt .venv/ready
+	test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
+	site="$$(.venv-docs/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"; \
+	    printf '%s\n' '$(CURDIR)' "$$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
+	    > "$$site/nccl_ep_source.pth"
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/docs.txt
+	touch $@
+
+docs: extension .venv-docs/ready
+	rm -rf build/docs
+	.venv-docs/bin/python -m tools.site.pages build/docs/pages
+	.venv-docs/bin/python -m sphinx -q -W --keep-going -c tools/site -b html build/docs/pages build/docs/site
+	.venv-docs/bin/python -m tools.site.screenshots build/docs/site build/docs/screenshots
+	@echo "wrote build/docs/site/index.html"
 
 # Several domains over NCCL's own network between the GPUs of this machine, without a NIC. NCCL: folders with include/ and
 # lib/libnccl.so.2, as nvidia/nccl of a wheel, separated by ":".

@@ -236,7 +236,8 @@ def run_on_rank(
         garble(out.x, out.weights, out.handle.tensor, out.handle.slots, *out.extra)
         out = dispatch(out=out)
     wire = [buffer.wire_bytes()]
-    synchronize(device)  # over GIN a copy to the host that waits for kernels may hold up the network (docs/network.md)
+    # Over GIN a copy to the host that waits for kernels may hold up the network (docs/network_tests.md).
+    synchronize(device)
     rows = case.expert(out.x, result, rank)
     if plan.rows_in_arena:
         rows = buffer.empty(rows.shape, rows.dtype).copy_(rows)

@@ -103,7 +103,7 @@ def run_case(case: Expected, buffer: nccl_ep.Buffer, *, mode: str = "ll", staged
     rank, device = buffer.rank, buffer.device
     given = case.case.rank_input(rank) if staged else case.inputs[rank]  # staged overwrites them, on the CPU
     # Before the operations: a large copy from pageable memory waits for the kernel before it, and may keep other
-    # threads from the driver meanwhile, among them one that copies for a network (docs/network.md).
+    # threads from the driver meanwhile, among them one that copies for a network (docs/network_tests.md).
     rows, values = case.rows[rank].to(device, copy=True), case.values[rank].to(device)
     how = combine_options(case.case, rank, device)
     out = dispatch_case(case.case, given, buffer, staged=staged, mode=mode, **options)

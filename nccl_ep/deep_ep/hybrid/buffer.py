@@ -63,9 +63,10 @@ class HybridEPBuffer:
             with larger ones makes a larger buffer, on all ranks together or on none: MismatchError at once where only
             some ranks need one. Where ranks have unequal numbers of tokens, ``num_of_tokens_per_rank`` decides.
         num_sms_dispatch_api, num_sms_combine_api: SMs; None or 0 chooses.
-        use_fp8, num_sms_preprocessing_api, num_blocks_permute, num_blocks_unpermute, load_cached_kernels,
-            use_shared_buffer, enable_custom_allgather, num_of_hybrid_ep_ranks_per_nvlink_domain, use_mnnvl: accepted;
-            they change nothing here.
+        use_fp8, num_sms_preprocessing_api, num_blocks_permute, num_blocks_unpermute: accepted; they change nothing
+            here.
+        load_cached_kernels, use_shared_buffer, enable_custom_allgather, use_mnnvl: the same.
+        num_of_hybrid_ep_ranks_per_nvlink_domain: the same.
         options: ``device``, ``timeout`` and the other keywords of ``nccl_ep.Buffer``.
 
     Attributes: ``group``, ``rank``, ``group_size``; ``configurer.buffer_config`` with ``hidden_dim``,

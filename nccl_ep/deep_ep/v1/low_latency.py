@@ -72,13 +72,13 @@ class LowLatencyMethods(LowLatencyMemory):
 
         Returns:
             recv_x: [L, R * M, H], or with ``use_fp8`` the pair of it and the scales, [L, R * M, ceil(H / 128)]
-            (``use_ue8m0``: ceil(H / 512)), contiguous in dimension 1. Of expert e only the first recv_count[e] rows are
-            set, in the order of (source rank, token). With ``use_nvfp4`` the pair of uint8 [R * M, H / 2, L] and
-            float8_e4m3fn [32, 4, ceil(R * M / 128), 4, ceil(H / 64), L]; memory is in the order [L, R * M, H / 2] and
-            [L, ceil(R * M / 128), ceil(H / 64), 32, 4, 4].
+                (``use_ue8m0``: ceil(H / 512)), contiguous in dimension 1. Of expert e only the first recv_count[e] rows
+                are set, in the order of (source rank, token). With ``use_nvfp4`` the pair of uint8 [R * M, H / 2, L]
+                and float8_e4m3fn [32, 4, ceil(R * M / 128), 4, ceil(H / 64), L]; memory is in the order
+                [L, R * M, H / 2] and [L, ceil(R * M / 128), ceil(H / 64), 32, 4, 4].
             recv_count: int32 [L].
             handle: (src_info, layout_range, M, H, num_experts); src_info: int32 [L, R * M], the token of each row at
-            its source; layout_range: int64 [L, R], first row of each source << 32 | their number.
+                its source; layout_range: int64 [L, R], first row of each source << 32 | their number.
             event: with ``async_finish`` something to wait for, else ``event.event`` is None.
             hook: None without ``return_recv_hook``.
 

@@ -69,8 +69,9 @@ class ElasticBuffer:
             result is rounded once.
         prefer_overlap_with_compute: whether ``get_theoretical_num_sms`` leaves SMs for others.
         num_gpu_timeout_secs: the deadline of all waits.
-        use_fp8_dispatch, deterministic, allow_hybrid_mode, sl_idx, num_allocated_qps, num_cpu_timeout_secs,
-            explicitly_destroy: accepted; they change nothing here. Results are always deterministic.
+        use_fp8_dispatch, deterministic, allow_hybrid_mode, sl_idx: accepted; they change nothing here. Results are
+            always deterministic.
+        num_allocated_qps, num_cpu_timeout_secs, explicitly_destroy: the same.
         options: ``device``, ``on_overflow`` and the other keywords of ``nccl_ep.Buffer``.
 
     Attributes: those arguments, and ``rank_idx``, ``num_ranks``, ``num_scaleout_ranks``, ``num_scaleup_ranks``,
