@@ -3,6 +3,7 @@
 python examples/compiled_moe_layer.py
 """
 
+import logging
 import time
 
 import torch
@@ -36,6 +37,9 @@ class MoeLayer(torch.nn.Module):
 
 def main() -> None:
     device = "cuda" if torch.cuda.is_available() and nccl_ep._C.has_cuda() else "cpu"
+    if device == "cpu":
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # or it warns of missing GPUs
+    print(f"{LAYERS} layers on {device}: the first call compiles, which takes up to a minute ..", flush=True)
     counter = CompileCounterWithBackend("inductor")
     layers = [MoeLayer(device) for _ in range(LAYERS)]
     for layer in layers:

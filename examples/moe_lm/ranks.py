@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import signal
 import sys
@@ -202,6 +203,7 @@ def _run_rank(rank: int, count: int, folder: str | None, body: Callable[..., Non
     else:
         torch.set_num_threads(1)  # ranks share the cores
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # or it warns of missing GPUs
     how: dict[str, Any] = {}
     if folder is not None:
         how = {"init_method": f"file://{folder}/store", "rank": rank, "world_size": count}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import tempfile
 from collections.abc import Callable
@@ -132,7 +133,9 @@ def traced(body: Callable[[], Any]) -> Trace:
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
-    with profile(activities=activities) as profiler:
+    else:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # or the profiler complains that there is no GPU
+    with profile(activities=activities, acc_events=True) as profiler:  # without it torch warns, of cycles
         body()
         if torch.cuda.is_available():
             torch.cuda.synchronize()

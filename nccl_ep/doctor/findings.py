@@ -71,8 +71,11 @@ def judge(facts: Facts, several_nodes: bool = False) -> list[Finding]:
         found.append(torch)
     if not facts.gpus:
         why = f" ({facts.gpu_error})" if facts.gpu_error else ""
-        note(f"torch finds no GPU{why}: ranks run on the CPU, which is for tests, not for speed",
-             "GPUs need a driver of NVIDIA's and a torch with CUDA (pip install torch)")  # fmt: skip
+        remedy = "GPUs need a driver of NVIDIA's and a torch with CUDA (pip install torch)"
+        if several_nodes:
+            problem(f"torch finds no GPU{why}: a buffer of several nodes joins GPUs", remedy)
+        else:
+            note(f"torch finds no GPU{why}: ranks run on the CPU, which is for tests, not for speed", remedy)
         return found
     if not facts.library_cuda:
         problem(f"{len(facts.gpus)} GPUs are here, but this nccl_ep is built without CUDA",

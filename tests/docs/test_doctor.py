@@ -198,6 +198,13 @@ def test_a_fault_between_machines_has_its_remedy(fault: str) -> None:
     assert len(problems) == 1 and text in problems[0].text and remedy in problems[0].remedy
 
 
+def test_a_machine_without_gpus_cannot_take_part_in_several_nodes() -> None:
+    facts = machine(0)
+    assert [finding.level for finding in judge(facts)] == ["note"]
+    (found,) = judge(facts, several_nodes=True)
+    assert found.level == "problem" and "a buffer of several nodes joins GPUs" in found.text and found.remedy
+
+
 def test_machines_that_are_connected_have_no_fault() -> None:
     facts = connected()
     assert judge(facts, several_nodes=True) == []
