@@ -1,32 +1,31 @@
-"""``python -m bench plot FILE... --out DIR``: latency over tokens and over SMs, as PNG and SVG."""
+"""``python -m bench plot FILE... --out DIR``: latency over tokens and over SMs, and systems beside one another."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from . import published, records
 from .compare import CALL
 from .records import Record
+from .series import KINDS, OWN, Series, how, series_of
 from .table import FIGURES, FLOOR, TITLES, is_measured
 
 _OPS = {"ll": ("dispatch", "combine", "pair"), "ht": ("routing", "dispatch", "combine", "pair")}
+_OP_TITLES = {"pair": "dispatch and combine", "routing": "routing alone"}
 _SHAPE = ("bench", "device", "ranks", "hidden", "topk", "experts", "layout", "routing")
-_STYLES = {"graph": "-", "graph_pdl": "--", "kernel": "-.", "event": ":"}
-_COLOURS = {"torch_all_to_all": "tab:orange", "torch_symm_mem": "tab:green"}
-# Ours: the public functions as they are called, and how else.
-_VARIANTS = {
-    "": "tab:blue", ", cached": "tab:cyan", ", staged": "tab:purple", ", cached, staged": "tab:pink",
-    ", masks": "tab:cyan",
-}  # fmt: skip
-_API_COLOURS = {"deepep": "tab:olive"}  # where it is not the native one's, or what stands for it
-_MARKERS = "sD^vP*"
-Points = list[tuple[int, float]]
+# A colour says how something was measured, the marker and the dashes of a line whose it is.
+_COLOURS = {"graph": "tab:blue", "kernel": "tab:green", "event": "tab:orange", "floor": "black"}
+_MARKS = (("s", "--"), ("^", "-."), ("D", ":"), ("v", (0, (5, 1))), ("P", (0, (1, 1))), ("X", (0, (3, 1, 1, 1))))
 _LABELS = 12  # that have room side by side along an axis
+_HEIGHT = 3.6  # inches of a panel with lines
+_FAR = 10  # times the middle bar: a longer bar leaves the picture, and says how long it is
 
 
 def _figure_class() -> Callable[..., Any]:
@@ -37,49 +36,61 @@ def _figure_class() -> Callable[..., Any]:
     return figure
 
 
+def _line(**options: Any) -> Any:
+    """An entry of a legend."""
+    return importlib.import_module("matplotlib.lines").Line2D([], [], **options)
+
+
 def _shapes(found: list[Record]) -> dict[tuple[Any, ...], list[Record]]:
-    """The library's records by shape, each with the floors and rivals of that shape and its tokens, whatever their
-    layout. Of a call that was measured several times the last record counts."""
+    """The library's records by shape, each with the floors and rivals of that shape, whatever their layout, where the
+    library has their tokens and dtype. Of a call that was measured several times the last record counts."""
     last = {tuple(record.get(name) for name in CALL): record for record in found}
     groups: dict[tuple[Any, ...], list[Record]] = {}
     for record in last.values():
-        if record["system"] == "nccl_ep":
+        if record["system"] == OWN:
             groups.setdefault(tuple(record[name] for name in _SHAPE), []).append(record)
     for key, group in groups.items():
-        tokens = {record["tokens"] for record in group}
+        tokens, dtypes = {record["tokens"] for record in group}, {record["dtype"] for record in group}
         shape = {name: value for name, value in zip(_SHAPE, key, strict=True) if name != "layout"}
         group += [
             record
             for record in last.values()
-            if record["system"] != "nccl_ep" and record["tokens"] in tokens
+            if record["system"] != OWN and record["tokens"] in tokens and record["dtype"] in dtypes
             and all(record[name] == value for name, value in shape.items())
         ]  # fmt: skip
     return groups
 
 
-def _title(key: tuple[Any, ...], group: list[Record]) -> str:
-    bench, device, ranks, hidden, topk, experts, layout, routing = key
-    revisions = ", ".join(sorted({record["revision"] for record in group if record["system"] == "nccl_ep"}))
+Shown = dict[tuple[str, str], list[Series]]  # by operation and dtype
+
+
+def _title(key: tuple[Any, ...], group: list[Record], shown: Shown) -> str:
+    shape = dict(zip(_SHAPE, key, strict=True))
+    revisions = ", ".join(sorted({record["revision"] for record in group if record["system"] == OWN}))
+    has_published = any(each.is_published for series in shown.values() for each in series)
+    apart = "; NCCL EP and DeepEP measured apart (bench/published.py)" if has_published else ""
     return (
-        f"{TITLES[bench]}, {ranks} x {device}, hidden {hidden}, top-{topk} of {experts}, {layout}, {routing} routing\n"
-        f"revision {revisions}"
-    )
+        "{title} on {ranks} x {device}: hidden {hidden}, top-{topk} of {experts} experts, {layout} rows, "
+        "{routing} routing\nnccl_ep at revision {revisions}; medians of the slowest rank{apart}"
+    ).format(**shape, title=TITLES[shape["bench"]].capitalize(), revisions=revisions, apart=apart)
 
 
-def _panels(rows: int, columns: int, title: str) -> tuple[Any, Any]:
-    figure = _figure_class()(figsize=(5.6 * columns + 2.4, 4.0 * rows), layout="constrained")
-    figure.suptitle(title)
-    return figure, figure.subplots(rows, columns, squeeze=False)
+def _panels(heights: list[float], columns: int, title: str) -> tuple[Any, Any]:
+    """heights: inches of each row."""
+    figure = _figure_class()(figsize=(max(5.6 * columns, 10.0), sum(heights) + 1.6), layout="constrained")
+    figure.suptitle(title, fontsize=11)
+    return figure, figure.subplots(len(heights), columns, squeeze=False, height_ratios=heights)
 
 
-def _add_legend(figure: Any) -> None:
-    """One for all panels, beside them: a name looks the same in each."""
-    handles: dict[str, Any] = {}
-    for axes in figure.axes:
-        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            handles.setdefault(label, handle)
+def _add_legend(figure: Any, handles: dict[str, Any], columns: int = 2) -> None:
+    """One for all panels, below them: a name looks the same in each."""
     if handles:
-        figure.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize=8)
+        figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns, fontsize=9)
+
+
+def _of_kinds(kinds: set[str]) -> dict[str, Any]:
+    """Entries of a legend, by their text: what a colour means."""
+    return {text: _line(color=_COLOURS[kind], linewidth=5) for kind, text in KINDS.items() if kind in kinds}
 
 
 def _shown_ticks(ticks: list[int]) -> list[int]:
@@ -92,7 +103,7 @@ def _shown_ticks(ticks: list[int]) -> list[int]:
 
 
 def _label(axes: Any, title: str, x: str, ticks: list[int]) -> None:
-    axes.set(title=title, xlabel=x, ylabel="us")
+    axes.set(title=title, xlabel=x, ylabel="time in µs")
     axes.set_xscale("log", base=2)
     axes.set_xlim(ticks[0] / 1.2, ticks[-1] * 1.2)
     shown = _shown_ticks(ticks)
@@ -102,79 +113,110 @@ def _label(axes: Any, title: str, x: str, ticks: list[int]) -> None:
     axes.yaxis.set_minor_formatter("{x:g}")
     axes.grid(alpha=0.3, which="both")
     # The wire alone takes next to nothing for a few tokens: it may leave the picture.
-    lowest = [min(line.get_ydata()) for line in axes.get_lines() if line.get_label() != "floor, wire"]
+    lowest = [min(line.get_ydata()) for line in axes.get_lines() if line.get_color() != _COLOURS["floor"]]
     if lowest:
         axes.set_ylim(bottom=max(axes.get_ylim()[0], 0.5 * min(lowest)))
 
 
-def _draw_published(axes: Any, shape: dict[str, Any], op: str, dtype: str) -> None:
-    if any(shape[name] != value for name, value in published.SHAPE.items()):
-        return
-    lines: dict[tuple[str, str], Points] = {}
-    rivals = [point for point in published.RIVALS if point.bench == shape["bench"]]
-    for point in rivals:
-        if (point.op, point.dtype) == (op, dtype):
-            lines.setdefault((point.system, point.figure), []).append((point.tokens, point.us))
-    systems = sorted({point.system for point in rivals})
-    for (system, figure), points in lines.items():
-        marker, label = _MARKERS[systems.index(system)], f"{system}, {figure}"
-        x, y = zip(*points, strict=True)
-        fill = "none" if figure == "event" else "full"
-        axes.plot(x, y, _STYLES[figure], color="tab:red", alpha=0.6, marker=marker, fillstyle=fill, label=label)
+def _name(op: str, dtype: str) -> str:
+    rows = f"{dtype.upper()} rows" if dtype in ("bf16", "fp8") else f"dtype {dtype}"
+    return f"{_OP_TITLES.get(op, op)}, {rows}"
 
 
-def _how(record: Record) -> str:
-    """What a line's name says besides."""
-    staged = ", staged" if record.get("placement") == "staged" else ""
-    return (", cached" if record.get("cached") else "") + staged + (", masks" if record.get("enable_shrink") else "")
-
-
-def _draw_line(axes: Any, name: tuple[str, ...], points: Points, lines: Mapping[tuple[str, ...], Points]) -> None:
-    """Over the tokens. The ops' lines are drawn only if the public functions' have not as many points."""
-    system, api, figure, how = name
-    x, y = zip(*sorted(points), strict=True)
-    native = lines.get(("nccl_ep", "native", figure, how), [])
-    if system == FLOOR:
-        marker = "" if len(set(x)) > 1 else "_"  # or a lone point would not be seen
-        axes.plot(x, y, "-", color="black", marker=marker, label=system.replace("_", ", "))
-    elif figure in _STYLES and (api != "ops" or not {at for at, _ in native}.issuperset(x)):
-        colour = _VARIANTS[how] if system == "nccl_ep" else _COLOURS.get(system, "tab:brown")
-        called = "" if system != "nccl_ep" or api == "native" else f", {api}"
-        label = f"{system}{called}, {figure}{how}"
-        axes.plot(x, y, _STYLES[figure], color=_API_COLOURS.get(api, colour), marker=".", label=label)
-
-
-def plot_tokens(key: tuple[Any, ...], group: list[Record]) -> Any:
-    """Panels of operation and dtype; lines of system, api and figure over the tokens."""
+def _all_series(key: tuple[Any, ...], group: list[Record]) -> Shown:
+    """By operation and dtype."""
     shape = dict(zip(_SHAPE, key, strict=True))
-    ops = _OPS[shape["bench"]]
     dtypes = sorted({record["dtype"] for record in group})
-    ticks = sorted({record["tokens"] for record in group})
-    figure, panels = _panels(len(ops), len(dtypes), _title(key, group))
-    # A sweep over num_sms is drawn by its default, or by its largest number where it has no default.
-    sms = {record["num_sms"] for record in group if record["system"] == "nccl_ep"}
-    chosen = 0 if 0 in sms else max(sms)
+    return {(op, dtype): series_of(group, shape, op, dtype) for op in _OPS[shape["bench"]] for dtype in dtypes}
+
+
+def _grid(shown: Shown) -> tuple[list[str], list[str]]:
+    """Operations and dtypes of which there is something to show."""
+    some = [where for where, series in shown.items() if series]
+    return list(dict.fromkeys(op for op, _ in some)), list(dict.fromkeys(dtype for _, dtype in some))
+
+
+def plot_tokens(key: tuple[Any, ...], group: list[Record]) -> Any | None:
+    """Panels of operation and dtype; lines over the tokens. What has one point is in the bars. None without a line."""
+    shown = {}
+    for where, series in _all_series(key, group).items():
+        lines = [each for each in series if len(each.points) > 1]
+        shown[where] = lines if any(each.who.startswith(OWN) for each in lines) else []
+    ops, dtypes = _grid(shown)
+    if not ops:
+        return None
+    every = [each for series in shown.values() for each in series]
+    others = [name for name in dict.fromkeys(each.who for each in every if each.kind != "floor") if name != OWN]
+    marks = {OWN: ("o", "-")} | {name: _MARKS[number % len(_MARKS)] for number, name in enumerate(others)}
+    ticks = sorted({tokens for each in every for tokens in each.points})
+    figure, panels = _panels([_HEIGHT] * len(ops), len(dtypes), _title(key, group, shown))
     for op, row in zip(ops, panels, strict=True):
         for dtype, axes in zip(dtypes, row, strict=True):
-            lines: dict[tuple[str, ...], Points] = {}
-            for record in group:
-                at_default = record["system"] != "nccl_ep" or record["num_sms"] == chosen
-                if (record["op"], record["dtype"], record["unit"]) == (op, dtype, "us") and at_default:
-                    name = (record["system"], record["api"], record["figure"], _how(record))
-                    lines.setdefault(name, []).append((record["tokens"], record["value"]))
-            for line, points in lines.items():
-                _draw_line(axes, line, points, lines)
-            _draw_published(axes, shape, op, dtype)
-            _label(axes, f"{op}, {dtype}", "tokens of a rank", ticks)
-    _add_legend(figure)
+            for each in shown[op, dtype]:
+                marker, dashes = marks.get(each.who, ("", "-"))
+                x, y = zip(*sorted(each.points.items()), strict=True)
+                axes.plot(x, y, color=_COLOURS[each.kind], marker=marker, linestyle=dashes, markersize=5,
+                          label=f"{each.who}: {KINDS[each.kind]}")  # fmt: skip
+            _label(axes, _name(op, dtype), "tokens of a rank", ticks)
+            axes.set_visible(bool(shown[op, dtype]))
+    drawn = {
+        name: _line(color="dimgrey", marker=marker, linestyle=dashes, markersize=5)
+        for name, (marker, dashes) in marks.items()
+        if any(each.who == name for each in every)
+    }
+    _add_legend(figure, _of_kinds({each.kind for each in every}) | drawn)
     return figure
+
+
+def _tokens_of_bars(shown: Shown) -> int:
+    """Of which there are most figures of others; of several such numbers the largest."""
+    count: Counter[int] = Counter()
+    for series in shown.values():
+        for each in series:
+            count.update({tokens: each.kind != "floor" and not each.who.startswith(OWN) for tokens in each.points})
+    return max(count, key=lambda tokens: (count[tokens], tokens))
+
+
+def plot_bars(key: tuple[Any, ...], group: list[Record]) -> Any:
+    """All systems beside one another, at one number of tokens: a panel for each operation and dtype."""
+    shown = _all_series(key, group)
+    tokens = _tokens_of_bars(shown)
+    shown = {where: [each for each in series if tokens in each.points] for where, series in shown.items()}
+    ops, dtypes = _grid(shown)
+    most = [max(len(shown[op, dtype]) for dtype in dtypes) for op in ops]
+    title = f"{_title(key, group, shown)}\n{tokens} tokens of a rank"
+    figure, panels = _panels([0.8 + 0.27 * bars for bars in most], len(dtypes), title)
+    for op, room, row in zip(ops, most, panels, strict=True):
+        for dtype, axes in zip(dtypes, row, strict=True):
+            bars = sorted((each.points[tokens], each.kind, each.who) for each in shown[op, dtype])
+            axes.set_visible(bool(bars))
+            if bars:
+                _draw_bars(axes, bars, room)
+                axes.set_title(_name(op, dtype), fontsize=10)
+    _add_legend(figure, _of_kinds({each.kind for series in shown.values() for each in series}))
+    return figure
+
+
+def _draw_bars(axes: Any, bars: list[tuple[float, str, str]], room: int) -> None:
+    """Short ones first: (microseconds, kind, whose)."""
+    middle = median(value for value, *_ in bars)
+    end = max(value for value, *_ in bars if value <= _FAR * middle)
+    for place, (value, kind, _) in enumerate(bars):
+        axes.barh(place, min(value, 1.18 * end), color=_COLOURS[kind], height=0.7)
+        text = f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+        if value > end:
+            axes.text(1.17 * end, place, f"{text} →", va="center", ha="right", fontsize=8, color="white")
+        else:
+            axes.text(value + 0.01 * end, place, text, va="center", fontsize=8)
+    axes.set_yticks(range(len(bars)), labels=[name for *_, name in bars], fontsize=8)
+    axes.set(xlim=(0, 1.18 * end), xlabel="time in µs", ylim=(room - 0.5, -0.5))
+    axes.grid(alpha=0.3, axis="x")
+    axes.set_axisbelow(True)
 
 
 def plot_num_sms(key: tuple[Any, ...], group: list[Record]) -> Any | None:
     """A panel an operation; lines of tokens and dtype over num_sms, the floors flat. None without a sweep."""
-    mine = [
-        record for record in group if record["system"] == "nccl_ep" and record["unit"] == "us" and record["num_sms"]
-    ]
+    mine = [record for record in group if record["system"] == OWN and record["unit"] == "us" and record["num_sms"]]
     ticks = sorted({record["num_sms"] for record in mine})
     if len(ticks) < 2:
         return None
@@ -182,24 +224,30 @@ def plot_num_sms(key: tuple[Any, ...], group: list[Record]) -> Any | None:
     api = "native" if any(record["api"] == "native" for record in mine) else "ops"
     ops = _OPS[key[0]]
     mine = [record for record in mine if (record["figure"], record["api"]) == (measured, api)]
-    names = sorted({(record["tokens"], record["dtype"], _how(record)) for record in mine})
-    figure, panels = _panels(1, len(ops), f"{_title(key, mine)}; {measured}; dotted: the wire's floor")
+    names = sorted({(record["tokens"], record["dtype"], how(record)) for record in mine})
+    kind = KINDS["graph" if measured == "graph_pdl" else measured]
+    figure, panels = _panels([_HEIGHT], len(ops), f"{_title(key, mine, {})}; {kind}")
+    handles: dict[str, Any] = {}
     for op, axes in zip(ops, panels[0], strict=True):
-        lines: dict[tuple[int, str, str], Points] = {}
+        lines: dict[tuple[int, str, str], list[tuple[int, float]]] = {}
         for record in mine:
             if record["op"] == op:
-                name = (record["tokens"], record["dtype"], _how(record))
+                name = (record["tokens"], record["dtype"], how(record))
                 lines.setdefault(name, []).append((record["num_sms"], record["value"]))
-        for (tokens, dtype, how), points in sorted(lines.items()):
-            colour = f"C{names.index((tokens, dtype, how)) % 10}"
-            label = f"{tokens} tokens, {dtype}{how}"
-            axes.plot(*zip(*sorted(points), strict=True), color=colour, marker=".", label=label)
+        for (tokens, dtype, more), points in sorted(lines.items()):
+            if len(points) < 2:
+                continue
+            colour = f"C{names.index((tokens, dtype, more)) % 10}"
+            label = f"{tokens} tokens of a rank, {dtype.upper()} rows{more}"
+            axes.plot(*zip(*sorted(points), strict=True), color=colour, marker="o", markersize=5, label=label)
+            handles[label] = _line(color=colour, marker="o", markersize=5)
             for record in group:
                 where = (record["system"], record["op"], record["tokens"], record["dtype"])
                 if where == (FLOOR, op, tokens, dtype):
-                    axes.axhline(record["value"], color=colour, linestyle=":", linewidth=1)
-        _label(axes, op, "num_sms", ticks)
-    _add_legend(figure)
+                    axes.axhline(record["value"], color=colour, linestyle=":", linewidth=1.5)
+                    handles[KINDS["floor"]] = _line(color="dimgrey", linestyle=":", linewidth=1.5)
+        _label(axes, _OP_TITLES.get(op, op), "SMs that the operation uses", ticks)
+    _add_legend(figure, handles, columns=3)
     return figure
 
 
@@ -210,16 +258,18 @@ def draw(found: list[Record], folder: Path) -> list[Path]:
     written = []
     shapes = _shapes(found)
     benches = [key[0] for key in shapes]
+    plots = {"tokens": plot_tokens, "num_sms": plot_num_sms, "beside_others": plot_bars}
     for number, (key, group) in enumerate(shapes.items()):
         bench = key[0]
         before = benches[:number].count(bench)
         suffix = f"_{before + 1}" if before else ""
-        for name, figure in (("tokens", plot_tokens(key, group)), ("num_sms", plot_num_sms(key, group))):
+        for name, make in plots.items():
+            figure = make(key, group)
             if figure is None:
                 continue
             for kind in ("png", "svg"):
                 path = folder / f"{bench}_{name}{suffix}.{kind}"
-                figure.savefig(path, dpi=120)
+                figure.savefig(path, dpi=110)
                 written.append(path)
     return written
 
@@ -227,8 +277,8 @@ def draw(found: list[Record], folder: Path) -> list[Path]:
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bench plot",
-        description="Draws latency over tokens and over num_sms, against the floors and the published rivals.",
-        epilog=f"Published figures: {published.SOURCE}.",
+        description="Draws latency over tokens and over SMs, and systems beside one another at one number of tokens.",
+        epilog=f"Rivals are those of the files, and on 4 H200s those of bench/published.py: {published.SOURCE}.",
     )
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="of --json")
     parser.add_argument("--out", type=Path, default=Path("."), metavar="DIR")
