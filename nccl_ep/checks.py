@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -108,6 +109,14 @@ def require_bools(**values: object) -> None:
     for name, value in values.items():
         if getattr(value, "ndim", 0) or value not in (0, 1, None):
             raise TypeError(f"{name} is {_described(value)}, must be True or False")
+
+
+def environment_switch(name: str) -> bool:
+    """A variable of the environment that is 0 or 1; False where it is not set. ValueError for another value."""
+    value = os.environ.get(name, "0")
+    if value not in ("0", "1"):
+        raise ValueError(f"{name} is {value!r}, must be 0 or 1")
+    return value == "1"
 
 
 def biases_of(bias: torch.Tensor | Sequence[Any] | None) -> list[Any]:

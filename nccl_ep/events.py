@@ -10,6 +10,7 @@ import torch
 from . import _C
 
 T = TypeVar("T")
+E = TypeVar("E", bound="EventOverlap")
 
 
 class EventHandle:
@@ -58,11 +59,14 @@ class EventOverlap:
     """An event, and the tensors that must live until it was waited for; or no event (``event`` is None).
 
     As a context manager, what is in the ``with`` block overlaps with the operation, and its end waits for the event.
+    ``with event(release_handle=True):`` gives up then what the event holds.
 
-    Source: DeepEP's ``EventOverlap``.
+    Source: DeepEP's ``EventOverlap``, V2's too.
     """
 
-    __slots__ = ("event", "extra_tensors")
+    __slots__ = ("_hook", "_releases", "event", "extra_tensors")  # the first two: set when they are asked for
+
+    _hook: Callable[[], object] | None
 
     def __init__(self, event: EventHandle | None = None, extra_tensors: tuple[torch.Tensor, ...] | None = None) -> None:
         self.event = event
@@ -73,17 +77,37 @@ class EventOverlap:
         """For ``stream.wait_event``; None on the CPU, and where there is no event."""
         return None if self.event is None else self.event._event
 
-    def current_stream_wait(self) -> None:
-        """The current stream waits for the event. AssertionError if there is none."""
+    def current_stream_wait(self, release_handle: bool = False) -> Any:
+        """The current stream waits for the event. AssertionError if there is none.
+
+        release_handle: the event gives up what it holds, itself included.
+        """
         assert self.event is not None, "there is no event to wait for: the operation was not called with async_finish"
         self.event.current_stream_wait()
+        hook = getattr(self, "_hook", None)
+        if hook is not None:
+            self._hook = None
+            hook()
+        if release_handle:
+            self.event = self.extra_tensors = None
 
-    def __enter__(self) -> EventOverlap:
+    def register_hook_after_wait(self, hook_after_wait: Callable[[], object]) -> None:
+        """A function that the next wait calls. AssertionError if there is one already."""
+        assert getattr(self, "_hook", None) is None, "there is a hook already"
+        self._hook = hook_after_wait
+
+    def __call__(self: E, release_handle: bool = False) -> E:
+        """For ``with event(release_handle=True):``."""
+        self._releases = release_handle
+        return self
+
+    def __enter__(self: E) -> E:
         return self
 
     def __exit__(self, *_: Any) -> None:
+        releases, self._releases = getattr(self, "_releases", False), False
         if self.event is not None:
-            self.event.current_stream_wait()
+            self.current_stream_wait(releases)
 
 
 class _HasStream(Protocol):

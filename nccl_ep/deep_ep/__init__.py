@@ -8,6 +8,7 @@ import torch
 from .._version import __version__ as _version
 from ..events import EventHandle, EventOverlap
 from .hybrid import HybridEPBuffer
+from .utils.envs import get_logical_domain_size, get_physical_domain_size
 from .v1.buffer import Buffer
 from .v1.config import Config
 from .v2.elastic import ElasticBuffer
@@ -26,5 +27,7 @@ __all__ = [
     "EventHandle",
     "EventOverlap",
     "HybridEPBuffer",
+    "get_logical_domain_size",
+    "get_physical_domain_size",
     "topk_idx_t",
 ]

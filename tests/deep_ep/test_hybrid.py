@@ -236,6 +236,79 @@ def test_ids_of_each_dtype_give_the_same(dtype: torch.dtype) -> None:
     on_ranks(body)
 
 
+def test_a_handle_is_indexed_as_hybrid_eps_tuple() -> None:
+    """Megatron adds up ``handle[-1] != 0`` over the layers."""
+    case = Case()
+
+    def body(buffer: HybridEPBuffer, rank: int) -> None:
+        over = torch.zeros(1, dtype=torch.bool)
+        for most, drops in ((64, False), (3, True)):
+            *_, counts, handle = buffer.dispatch_with_permute(
+                hidden=case.x[rank], routing_map=case.maps[rank], num_permuted_tokens=most, non_blocking=True
+            )
+            over |= handle[-1] != 0
+            assert bool(over) == drops and handle[-1] is handle.overflow_flag
+            assert len(handle) == 11 and handle[7] is counts and handle[8] == TOKENS
+        *parts, _, _, _, flag = handle
+        assert parts == [None] * 7 and flag is handle[10]
+
+    on_ranks(body)
+
+
+@pytest.mark.parametrize("dtype", [HALF, torch.float8_e4m3fn])
+def test_a_replayed_dispatch_has_the_rows_that_it_asks_for(dtype: torch.dtype) -> None:
+    """Automodel's replay of a checkpointed dispatch: as many as the counts add up to, or more; zeros after the tokens'.
+    The sums of such rows are those of the first ones."""
+    case = Case()
+
+    def body(buffer: HybridEPBuffer, rank: int) -> None:
+        x, scales = case.x[rank].to(dtype), case.x[rank][:, :2].float()
+        rows, probs, _ = case.rows(rank, 4)
+        for most in (None, 40):
+            *_, tokens, handle = buffer.dispatch_with_permute(
+                hidden=x, routing_map=case.maps[rank], probs=case.probs[rank], scaling_factor=scales, pad_multiple=4,
+                num_permuted_tokens=most, non_blocking=most is not None,
+            )  # fmt: skip
+            count = int(tokens.sum())
+            assert count == len(rows)
+            for asked in (count, count + 5, 40, 64):
+                got, got_probs, got_scales, _, same = buffer.dispatch_with_permute(
+                    hidden=x, probs=case.probs[rank], scaling_factor=scales, handle=handle, num_permuted_tokens=asked
+                )
+                assert got_probs is not None and got_scales is not None and same is handle
+                for made, expected in ((got.to(HALF), rows), (got_probs, probs), (got_scales, rows[:, :2].float())):
+                    assert len(made) == asked and torch.equal(made[:count], expected)
+                    assert not made[count:].to(HALF).any()
+                none = buffer.dispatch_with_permute(
+                    hidden=x, scaling_factor=scales, handle=handle, num_permuted_tokens=torch.tensor(asked)
+                )
+                assert none[1] is None and torch.equal(none[0].to(HALF), got.to(HALF))
+                home, home_probs = buffer.combine_with_unpermute(hidden=got.to(HALF), probs=got_probs, handle=handle)
+                assert torch.equal(home, case.x[rank] * case.maps[rank].sum(1, keepdim=True))
+                assert torch.equal(home_probs, case.probs[rank])
+
+    on_ranks(body)
+
+
+@pytest.mark.parametrize("said", ["2", "1", "3", "0", "many"])
+def test_the_ranks_of_a_domain_come_from_the_environment(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN", said)
+    case = Case()
+
+    def body(buffer: HybridEPBuffer, rank: int) -> None:
+        assert buffer.core.domain_size == int(said)
+        got, *_ = buffer.dispatch_with_permute(hidden=case.x[rank], routing_map=case.maps[rank])
+        assert torch.equal(got, case.rows(rank, 1)[0])
+
+    if said in ("1", "2"):
+        on_ranks(body)
+        with pytest.raises(AssertionError):  # what the caller says comes first
+            on_ranks(body, domain_size=3 - int(said))
+    else:
+        with pytest.raises(ValueError, match=rf"PER_NVLINK_DOMAIN is '{said}', must be a number that divides 2 ranks"):
+            on_ranks(body)
+
+
 def test_gradients_come_from_the_ops_below() -> None:
     case = Case()
 
@@ -268,8 +341,9 @@ def test_arguments_without_meaning_are_refused() -> None:
             (lambda: buffer.dispatch_with_permute(hidden=x, routing_map=chosen.int()), ValueError, "is torch.int32"),
             (lambda: buffer.dispatch_with_permute(hidden=x, routing_map=chosen, num_of_experts=3), ValueError,
              "num_of_experts is 3, must be 1 on each of 1 ranks"),
-            (lambda: buffer.dispatch_with_permute(hidden=x, handle=handle, num_permuted_tokens=7), ValueError,
-             "num_permuted_tokens is 7, but the rows of the handle are 2"),
+            (lambda: buffer.dispatch_with_permute(hidden=x, handle=handle, num_permuted_tokens=1), ValueError,
+             "num_permuted_tokens is 1, but the rows of the handle are 2"),
+            (lambda: buffer.combine_with_unpermute(hidden=torch.cat([rows, rows]), handle=handle), ValueError, "4"),
             (lambda: buffer.combine_with_unpermute(hidden=rows), TypeError, "handle is a NoneType"),
             (lambda: other.combine_with_unpermute(hidden=rows, handle=handle), nccl_ep.UsageError, "not of this one"),
             (lambda: other.dispatch_with_permute(hidden=x, routing_map=many), ValueError,

@@ -217,18 +217,18 @@ def test_a_communicator_of_mpi_may_stand_for_a_group() -> None:
 
 
 def test_signatures_are_deepeps() -> None:
-    def names(method: Any) -> list[str]:  # those of DeepEP's branches are keywords alone
+    def names(method: Any) -> list[str]:
         every = inspect.signature(method).parameters.values()
         return [each.name for each in every if each.kind is each.POSITIONAL_OR_KEYWORD and each.name != "self"]
 
     assert names(deep_ep.Buffer.low_latency_dispatch) == [
         "x", "topk_idx", "num_max_dispatch_tokens_per_rank", "num_experts", "cumulative_local_expert_recv_stats",
-        "dispatch_wait_recv_cost_stats", "use_fp8", "round_scale", "use_ue8m0", "async_finish", "return_recv_hook",
-    ]  # fmt: skip
+        "dispatch_wait_recv_cost_stats",
+    ]  # fmt: skip  # what follows is in two orders: test_nvfp4.py
     assert inspect.signature(deep_ep.Buffer.low_latency_dispatch).parameters["use_fp8"].default is True
     assert names(deep_ep.Buffer.low_latency_combine) == [
         "x", "topk_idx", "topk_weights", "handle", "use_logfmt", "zero_copy", "async_finish", "return_recv_hook",
-        "out", "combine_wait_recv_cost_stats",
+        "out", "combine_wait_recv_cost_stats", "overlap", "src_signals", "src_signal_expect_value",
     ]  # fmt: skip
     assert names(deep_ep.Buffer.get_low_latency_rdma_size_hint) == [
         "num_max_dispatch_tokens_per_rank", "hidden", "num_ranks", "num_experts",

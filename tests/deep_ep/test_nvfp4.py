@@ -362,6 +362,40 @@ def test_a_factor_may_have_any_shape(scale: torch.Tensor) -> None:
         assert torch.equal(_straight(scales, 1, 4)[0, 0], want_scales[0])
 
 
+def test_without_a_factor_it_is_one() -> None:
+    with one_rank() as buffer:
+        for given, same in zip(_dispatch(buffer, x_global_scale=None)[0], _dispatch(buffer)[0], strict=True):
+            assert torch.equal(given[0].view(torch.uint8), same[0].view(torch.uint8)) and given.shape == same.shape
+
+
+def test_a_factor_may_come_by_position() -> None:
+    """sgl-deep-ep has it before use_fp8; DeepEP has no such argument there."""
+    x, factor = torch.ones(3, 64).bfloat16(), torch.full((), 8.0)
+    with one_rank() as buffer:
+        (rows, scales), *_ = _dispatch(buffer, x_global_scale=factor)
+
+        def same(received: tuple[torch.Tensor, torch.Tensor], want: torch.Tensor) -> bool:
+            return torch.equal(received[0][0, :, 0], want[0, :, 0]) and received[1].shape == scales.shape
+
+        by_order = buffer.low_latency_dispatch(x, IDS, 4, 2, None, None, factor, False, False, False, True, False, True)
+        by_order[4]()  # return_recv_hook is the last one
+        assert same(by_order[0], rows)
+        in_part = buffer.low_latency_dispatch(x, IDS, 4, 2, None, None, factor, use_fp8=False, use_nvfp4=True)
+        assert same(in_part[0], rows) and in_part[4] is None
+        plain = buffer.low_latency_dispatch(x, IDS, 4, 2, None, None, None, False)
+        assert plain[0].dtype == torch.bfloat16
+        deepeps = buffer.low_latency_dispatch(x, IDS, 4, 2, None, None, False, False, False, True)
+        assert deepeps[0].dtype == torch.bfloat16 and deepeps[3].event is not None
+        for order, text in (
+            ((False, False, False, False, False, False), "got 6 values after the counts, at most 5"),
+            ((None, *[False] * 7), "got 8 values after the counts, at most 7"),
+        ):
+            with pytest.raises(TypeError, match=text):
+                buffer.low_latency_dispatch(x, IDS, 4, 2, None, None, *order)
+        with pytest.raises(TypeError, match="got multiple values for argument 'use_fp8'"):
+            buffer.low_latency_dispatch(x, IDS, 4, 2, None, None, True, use_fp8=False)
+
+
 def test_a_rank_without_tokens_sends_nothing() -> None:
     with one_rank() as buffer:
         for staged in (False, True):
@@ -405,7 +439,6 @@ def test_a_backward_pass_is_refused(staged: bool) -> None:
     [
         ({"use_fp8": True}, ValueError, r"use_fp8 is True \(its default is True\) and use_nvfp4 is set: they exclude"),
         ({"use_nvfp4": "yes"}, TypeError, "use_nvfp4 is 'yes', must be True or False"),
-        ({"x_global_scale": None}, TypeError, "x_global_scale is None, must be a tensor"),
         ({"x_global_scale": 2.5}, TypeError, "x_global_scale is 2.5, must be a tensor"),
         ({"x_global_scale": torch.ones(1).double()}, ValueError, r"x_global_scale is torch.float64 \[1\], must be"),
         ({"x_global_scale": torch.ones(0)}, ValueError, r"x_global_scale is torch.float32 \[0\], .* with an element"),

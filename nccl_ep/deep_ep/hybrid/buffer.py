@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,8 @@ from ...errors import MismatchError, UsageError
 from ...functional import combine, combine_weights, dispatch
 from ...handle import Handle
 from ...high_throughput import dispatch_cached
+
+_DOMAIN = "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"
 
 
 def indices_to_map(
@@ -42,9 +45,22 @@ def indices_to_map(
     return chosen[:, :num_of_experts], weights[:, :num_of_experts]
 
 
+def _domains_of_the_environment(ranks: int) -> dict[str, int]:
+    said = os.environ.get(_DOMAIN)
+    if said is None:
+        return {}
+    if not said.strip().isdecimal() or int(said) < 1 or ranks % int(said):
+        raise ValueError(f"{_DOMAIN} is {said!r}, must be a number that divides {ranks} ranks")
+    return {"domain_size": int(said)}
+
+
 class HybridEPHandle:
     """The routing of ``dispatch_with_permute``. Attributes: ``tokens_per_expert`` int64 [L], padding counted;
-    ``num_of_tokens_per_rank``; ``overflow_flag`` int32 [1], the rows that were dropped; ``num_permuted_tokens``."""
+    ``num_of_tokens_per_rank``; ``overflow_flag`` int32 [1], the rows that were dropped; ``num_permuted_tokens``.
+
+    It may be indexed as Hybrid-EP's tuple of eleven, of which those that are parts of its protocol are None: the others
+    are ``handle[7]`` tokens_per_expert, ``handle[8]`` num_of_tokens_per_rank, and ``handle[-1]`` overflow_flag.
+    """
 
     def __init__(
         self, buffer: Core, core: Handle, topk_idx: torch.Tensor, tokens: torch.Tensor, overflow: torch.Tensor
@@ -52,6 +68,17 @@ class HybridEPHandle:
         self.tokens_per_expert, self.overflow_flag = tokens, overflow
         self.num_of_tokens_per_rank, self.num_permuted_tokens = core.num_tokens, core.capacity
         self._buffer, self._core, self._topk_idx = buffer, core, topk_idx
+        self._row_counts = {core.capacity}  # of what was given out
+
+    def _as_tuple(self) -> tuple[Any, ...]:
+        parts_of_the_protocol = (None,) * 7
+        return *parts_of_the_protocol, self.tokens_per_expert, self.num_of_tokens_per_rank, None, self.overflow_flag
+
+    def __len__(self) -> int:
+        return len(self._as_tuple())
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._as_tuple()[index]
 
 
 class HybridEPBuffer:
@@ -67,13 +94,14 @@ class HybridEPBuffer:
             here.
         load_cached_kernels, use_shared_buffer, enable_custom_allgather, use_mnnvl: the same.
         num_of_hybrid_ep_ranks_per_nvlink_domain: the same.
-        options: ``device``, ``timeout`` and the other keywords of ``nccl_ep.Buffer``.
+        options: ``device``, ``timeout`` and the other keywords of ``nccl_ep.Buffer``. ``domain_size`` is by default
+            ``NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN`` of the environment, where it is set.
 
     Attributes: ``group``, ``rank``, ``group_size``; ``configurer.buffer_config`` with ``hidden_dim``,
     ``max_num_of_tokens_per_rank`` and ``num_of_experts_per_rank``, the sizes of the buffer: the next dispatch obeys
     larger ones that all ranks write there; ``core``, the buffer of the next call.
 
-    Raises: as ``nccl_ep.Buffer``.
+    Raises: as ``nccl_ep.Buffer``; ValueError for that variable, where it is no number that divides the ranks.
 
     Source: Hybrid-EP's ``HybridEPBuffer``.
     """
@@ -100,7 +128,8 @@ class HybridEPBuffer:
         require_bools(use_fp8=use_fp8)
         self.num_sms_dispatch_api, self.num_sms_combine_api = num_sms_dispatch_api or 0, num_sms_combine_api or 0
         require_int32(num_sms_dispatch_api=self.num_sms_dispatch_api, num_sms_combine_api=self.num_sms_combine_api)
-        self._rendezvous, self._options = rendezvous_of(group), options
+        self._rendezvous = rendezvous_of(group)
+        self._options = _domains_of_the_environment(self._rendezvous.size()) | options
         self.group = process_group_of(group)
         self.rank, self.group_size = self._rendezvous.rank(), self._rendezvous.size()
         self.configurer = SimpleNamespace(buffer_config=SimpleNamespace())
@@ -151,8 +180,9 @@ class HybridEPBuffer:
             topk_idx: int64, int32 or int16 [T, K] instead, with topk_weights [T, K] (or probs).
             num_of_experts_per_rank: L; by default the buffer's. num_of_experts: L times the ranks, if given.
             scaling_factor: [T, S], travels along with the rows.
-            num_permuted_tokens: with ``non_blocking`` the rows of the results; more are dropped. Otherwise the number
-                is known, and may be repeated with a handle.
+            num_permuted_tokens: with ``non_blocking`` the rows of the results; more are dropped. With a handle the rows
+                of the results, too, zeros past those of the handle; fewer only where these are no tokens' (a handle
+                of a ``non_blocking`` call). Otherwise the number is known.
             pad_multiple: the experts' rows begin at multiples of it, and padding is zeroed.
             handle: of an earlier call, whose routes the rows take again.
             non_blocking: the host does not wait, and a CUDA graph may hold the call.
@@ -218,7 +248,8 @@ class HybridEPBuffer:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Adds up the rows of every token, as they are, and returns them home. Collective.
 
-        Args: hidden [N, H] and probs [N] for the rows of ``handle``; the others are accepted.
+        Args: hidden [N, H] and probs [N] for the rows of ``handle``, or for as many as a replayed dispatch has given;
+            the others are accepted.
 
         Returns: tokens [T, H], and float32 [T, E], the probs of each token's experts, or None.
 
@@ -228,9 +259,14 @@ class HybridEPBuffer:
         """
         core = self._of(handle)
         assert handle is not None
+        require_tensors(hidden=hidden)
+        if hidden.dim() == 2 and hidden.shape[0] in handle._row_counts:
+            hidden = _with_rows(hidden, core.capacity)
         tokens = combine(hidden, core, weights=None, num_sms=self.num_sms_combine_api)
         if probs is None:
             return tokens, None
+        if probs.dim() == 1 and probs.shape[0] in handle._row_counts:
+            probs = _with_rows(probs, core.capacity)
         home = combine_weights(probs.float(), core)
         return tokens, indices_to_map(handle._topk_idx, home, core.num_tokens, core.num_experts)[1]
 
@@ -295,19 +331,23 @@ class HybridEPBuffer:
         handle: HybridEPHandle,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor, HybridEPHandle]:  # fmt: skip
         core = self._of(handle)
-        if rows is not None and (not isinstance(rows, torch.Tensor) or not rows.is_cuda) and int(rows) != core.capacity:
-            raise ValueError(f"num_permuted_tokens is {int(rows)}, but the rows of the handle are {core.capacity}")
+        count = _rows_asked_for(rows, handle)
+        handle._row_counts.add(count)
         if probs is not None:
             topk_weights = _weights_of(probs, handle._topk_idx, core.num_experts)
+        made: tuple[torch.Tensor | None, ...]
         if topk_weights is None:
             moved = dispatch_cached(hidden, core, scales=scales, zero_padding=True, num_sms=self.num_sms_dispatch_api)
-            return moved.x, None, moved.scales, handle.tokens_per_expert, handle
-        out = dispatch(
-            hidden, handle._topk_idx, topk_weights.float(), buffer=handle._buffer, num_experts=core.num_experts,
-            mode="ht", layout="packed", max_tokens=core.max_tokens, capacity=core.capacity,
-            expert_alignment=core.alignment, scales=scales, zero_padding=True, num_sms=self.num_sms_dispatch_api,
-        )  # fmt: skip
-        return out.x, out.weights, out.scales, handle.tokens_per_expert, handle
+            made = moved.x, None, moved.scales
+        else:
+            out = dispatch(
+                hidden, handle._topk_idx, topk_weights.float(), buffer=handle._buffer, num_experts=core.num_experts,
+                mode="ht", layout="packed", max_tokens=core.max_tokens, capacity=core.capacity,
+                expert_alignment=core.alignment, scales=scales, zero_padding=True, num_sms=self.num_sms_dispatch_api,
+            )  # fmt: skip
+            made = out.x, out.weights, out.scales
+        given = (None if each is None else _with_rows(each, count) for each in made)
+        return *given, handle.tokens_per_expert, handle  # type: ignore[return-value]
 
     def _of(self, handle: HybridEPHandle | None) -> Handle:
         if not isinstance(handle, HybridEPHandle):
@@ -315,6 +355,26 @@ class HybridEPBuffer:
         if handle._buffer is not self.core and all(handle._buffer is not each for each in self._older):
             raise UsageError(f"the handle is of buffer {handle._buffer.name}, not of this one")
         return handle._core
+
+
+def _rows_asked_for(rows: int | torch.Tensor | None, handle: HybridEPHandle) -> int:
+    """Of a replayed dispatch: num_permuted_tokens. A number on a GPU is not waited for: the handle's."""
+    own = handle._core.capacity
+    if rows is None or (isinstance(rows, torch.Tensor) and rows.is_cuda):
+        return own
+    count, tokens = int(rows), handle.tokens_per_expert
+    least = 0 if tokens.is_cuda else min(int(tokens.sum()), own)
+    if count < least:
+        raise ValueError(f"num_permuted_tokens is {count}, but the rows of the handle are {least}")
+    return count
+
+
+def _with_rows(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    """The first rows, or all of them and zeros."""
+    missing = count - tensor.shape[0]
+    if missing > 0:
+        return torch.cat([tensor, tensor.new_zeros((missing, *tensor.shape[1:]))])
+    return tensor[:count] if missing < 0 else tensor
 
 
 def _choices_of(

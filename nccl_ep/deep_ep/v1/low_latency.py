@@ -20,7 +20,7 @@ from ...events import EventOverlap, run_on_comm_stream
 from ...pending import OpenSend
 from . import nvfp4
 from .low_latency_memory import LowLatencyHandle, LowLatencyMemory
-from .newer_keywords import RowSignals
+from .newer_keywords import RowSignals, in_order
 
 Received: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"
 Hook: TypeAlias = Callable[[], None]
@@ -42,12 +42,12 @@ class LowLatencyMethods(LowLatencyMemory):
         num_experts: int,
         cumulative_local_expert_recv_stats: torch.Tensor | None = None,
         dispatch_wait_recv_cost_stats: torch.Tensor | None = None,
+        *order: Any,
         use_fp8: bool = True,
         round_scale: bool = False,
         use_ue8m0: bool = False,
         async_finish: bool = False,
         return_recv_hook: bool = False,
-        *,
         use_nvfp4: bool = False,
         x_global_scale: torch.Tensor | None = None,
         use_ue8m0_for_sf: bool = False,
@@ -60,6 +60,9 @@ class LowLatencyMethods(LowLatencyMemory):
             cumulative_local_expert_recv_stats: int32 [L], to which the received rows are added.
             dispatch_wait_recv_cost_stats: int64 [R], to which the ns that this rank waited for each other are added.
                 On CUDA those until the other's call was heard of.
+            order: ``use_fp8`` to ``return_recv_hook`` by position, as DeepEP has them; or, where the first is a tensor
+                or None, ``x_global_scale, use_fp8, round_scale, use_ue8m0, use_nvfp4, async_finish,
+                return_recv_hook``, as sgl-deep-ep has them.
             use_fp8: rows are quantised to e4m3, with a float32 scale for 128 elements. round_scale: scales are powers
                 of two. use_ue8m0: they are packed exponents, four in an int32; needs ``round_scale``. Without
                 ``use_fp8`` neither has a meaning.
@@ -67,7 +70,7 @@ class LowLatencyMethods(LowLatencyMemory):
             return_recv_hook: sends only; what is returned is filled by calling the hook, once.
             use_nvfp4: rows are quantised to e2m1, with an e4m3 scale for 16 elements (``nvfp4.quantize``). x is bf16 or
                 fp16 then, H a multiple of 32, and ``use_fp8`` False.
-            x_global_scale: of ``use_nvfp4``, which needs it: float32, of which the first element counts; else ignored.
+            x_global_scale: of ``use_nvfp4``: float32, of which the first element counts; None: 1. Otherwise ignored.
                 use_ue8m0_for_sf: of ``use_nvfp4``, and refused there.
 
         Returns:
@@ -85,8 +88,18 @@ class LowLatencyMethods(LowLatencyMemory):
         Raises: ValueError, UsageError, TimeoutError, MismatchError, OverflowError as ``nccl_ep.dispatch``; the last one
         by the hook, where there is one.
 
-        Source: DeepEP's method of that name; its branch hybrid-ep for ``use_nvfp4`` and what follows.
+        Source: DeepEP's method of that name; its branch hybrid-ep and sgl-deep-ep for ``use_nvfp4`` and what follows.
         """
+        if order:
+            keywords = {
+                "use_fp8": use_fp8, "round_scale": round_scale, "use_ue8m0": use_ue8m0, "async_finish": async_finish,
+                "return_recv_hook": return_recv_hook, "use_nvfp4": use_nvfp4, "x_global_scale": x_global_scale,
+                "use_ue8m0_for_sf": use_ue8m0_for_sf,
+            }  # fmt: skip
+            return self.low_latency_dispatch(
+                x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, cumulative_local_expert_recv_stats,
+                dispatch_wait_recv_cost_stats, **in_order(order, keywords),
+            )  # fmt: skip
         if use_nvfp4 is not False:
             require_bools(use_nvfp4=use_nvfp4)
         if use_nvfp4:
@@ -152,15 +165,15 @@ class LowLatencyMethods(LowLatencyMemory):
         return_recv_hook: bool = False,
         out: torch.Tensor | None = None,
         combine_wait_recv_cost_stats: torch.Tensor | None = None,
-        *,
         overlap: bool = False,
+        src_signals: torch.Tensor | None = None,
+        src_signal_expect_value: int = 0,
+        *,
         packed_recv_count: torch.Tensor | None = None,
         comp_signal: torch.Tensor | None = None,
         block_m: int = 64,
         threshold: int = 0,
         num_sms: int | None = None,
-        src_signals: torch.Tensor | None = None,
-        src_signal_expect_value: int = 0,
     ) -> Combined:
         """Brings the experts' rows home and adds them up with the weights. Collective.
 

@@ -10,6 +10,7 @@ Callers pass them also where they ask for nothing (``overlap=False``); such call
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -17,6 +18,33 @@ from ...checks import require_tensors, require_within
 
 _INT32 = (1, (1 << 31) - 1)
 HOPPER_SMS, BLACKWELL_SMS = 3, 32  # that SGLang's GEMM leaves free
+
+
+# What may follow dispatch_wait_recv_cost_stats in low_latency_dispatch, by position: in DeepEP, and in sgl-deep-ep.
+_ORDER: dict[str, Any] = {
+    "use_fp8": True, "round_scale": False, "use_ue8m0": False, "async_finish": False, "return_recv_hook": False,
+}  # fmt: skip
+_ORDER_WITH_SCALE: dict[str, Any] = {
+    "x_global_scale": None, "use_fp8": True, "round_scale": False, "use_ue8m0": False, "use_nvfp4": False,
+    "async_finish": False, "return_recv_hook": False,
+}  # fmt: skip
+
+
+def in_order(values: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
+    """Keywords of ``low_latency_dispatch``, of which some are given by position: ``values``.
+
+    The first of these is ``use_fp8``, or ``x_global_scale`` where it is a tensor or None. TypeError for too many, and
+    for what is given twice.
+    """
+    has_scale = values[0] is None or isinstance(values[0], torch.Tensor)
+    defaults = _ORDER_WITH_SCALE if has_scale else _ORDER
+    if len(values) > len(defaults):
+        raise TypeError(f"low_latency_dispatch() got {len(values)} values after the counts, at most {len(defaults)}")
+    placed = dict(zip(defaults, values, strict=False))
+    for name in placed:
+        if keywords[name] is not defaults[name]:
+            raise TypeError(f"low_latency_dispatch() got multiple values for argument {name!r}")
+    return keywords | placed
 
 
 @dataclass(slots=True)

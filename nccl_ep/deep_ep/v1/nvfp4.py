@@ -28,11 +28,11 @@ _DTYPES = (torch.bfloat16, torch.float16)
 def global_scale_of(
     seq: torch.Tensor, x: torch.Tensor, x_global_scale: object, use_fp8: bool, use_ue8m0_for_sf: object
 ) -> torch.Tensor:
-    """The factor of a dispatch with ``use_nvfp4``, float32 of no dimension: a view of what was given.
+    """The factor of a dispatch with ``use_nvfp4``, float32 of no dimension: a view of what was given, or 1.
 
     Args:
         seq: the buffer's. x: [T, H] bf16 or fp16, H a multiple of 32. x_global_scale: float32 of any shape, of which
-            the first element counts. Its value is looked at on the CPU alone.
+            the first element counts, or None. Its value is looked at on the CPU alone.
 
     Raises: ValueError, TypeError with what is wrong.
     """
@@ -41,7 +41,10 @@ def global_scale_of(
     require_bools(use_ue8m0_for_sf=use_ue8m0_for_sf)
     if use_ue8m0_for_sf:
         raise TypeError(f"low_latency_dispatch(use_ue8m0_for_sf={use_ue8m0_for_sf!r}) is not served: scales are e4m3")
-    require_tensors(x=x, x_global_scale=x_global_scale)
+    require_tensors(x=x)
+    if x_global_scale is None:
+        x_global_scale = torch.ones((), dtype=torch.float32, device=seq.device)
+    require_tensors(x_global_scale=x_global_scale)
     assert isinstance(x_global_scale, torch.Tensor)
     require_on(seq, ("x", "x_global_scale"), (x, x_global_scale))
     if x.dim() != 2:

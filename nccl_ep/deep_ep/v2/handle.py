@@ -166,17 +166,15 @@ _MADE_LATER: dict[str, Callable[[EPHandle], torch.Tensor]] = {
 
 
 class ElasticEvent(EventOverlap):
-    """V2's event: it may give its tensors free, run a function after the wait, and hold results until then.
+    """V2's event, which may hold results until it was waited for.
 
     Source: DeepEP V2's ``EventOverlap``, and V2.5's with ``defer_epilogue``.
     """
 
-    __slots__ = ("_hook", "_releases", "_results")
+    __slots__ = ("_results",)
 
     def __init__(self, event: EventOverlap, results: Any = None) -> None:
         super().__init__(event.event, event.extra_tensors)
-        self._hook: Callable[[], object] | None = None
-        self._releases = False
         self._results = results
 
     def current_stream_wait(self, release_handle: bool = False) -> Any:
@@ -184,31 +182,11 @@ class ElasticEvent(EventOverlap):
 
         release_handle: the event gives up what it holds. AssertionError if there is no event.
         """
-        super().current_stream_wait()
-        hook, self._hook = self._hook, None
-        if hook is not None:
-            hook()
+        super().current_stream_wait(release_handle)
         results, self._results = self._results, None
-        if release_handle:
-            self.event = self.extra_tensors = None
         return results
 
     wait = current_stream_wait
-
-    def register_hook_after_wait(self, hook_after_wait: Callable[[], object]) -> None:
-        """A function that the next wait calls. AssertionError if there is one already."""
-        assert self._hook is None, "there is a hook already"
-        self._hook = hook_after_wait
-
-    def __call__(self, release_handle: bool = False) -> ElasticEvent:
-        """For ``with event(release_handle=True):``."""
-        self._releases = release_handle
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        if self.event is not None:
-            self.current_stream_wait(self._releases)
-        self._releases = False
 
 
 def _version_of(tensor: torch.Tensor | None) -> int | None:

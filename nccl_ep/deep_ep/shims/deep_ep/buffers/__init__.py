@@ -1,0 +1,1 @@
+"""Where V2 has its buffers."""

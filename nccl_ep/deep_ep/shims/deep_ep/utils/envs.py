@@ -1,0 +1,3 @@
+"""What DeepEP has under this name."""
+
+from nccl_ep.deep_ep.utils.envs import *  # noqa: F403

@@ -1,0 +1,5 @@
+"""Where V2's callers look for events."""
+
+from nccl_ep.deep_ep.utils import EventHandle, EventOverlap
+
+__all__ = ["EventHandle", "EventOverlap"]
