@@ -9,7 +9,7 @@
 # make fuzz     ten minutes of random cases and arguments; FUZZ_SECONDS=60 FUZZ_SEED=7 choose
 # make emulated the kernels of CUDA against the oracle, on an emulated GPU
 # make newest   the quick tests that torch matters to, with the newest torch of PyPI, in .venv-newest
-# make frameworks  tests with Megatron-core, transformers and libraries of formats themselves, in .venv-frameworks
+# make frameworks  tests with frameworks and libraries of formats themselves, in .venv-frameworks
 # make docs     the documents as a site, in build/docs/site, with a reference of the Python and the C API
 # make gpu      build, test and measure on a machine with GPUs and no network, with the packages it has
 # make clean    remove what was built, keep .venv
@@ -31,8 +31,8 @@ FUZZ_SEED ?=
 ctest := ctest --output-on-failure --parallel $(JOBS) --test-dir
 cxx_files = $(shell find csrc tests -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo extension build c kernels test test-all lint format tidy tsan asan fuzz emulated newest frameworks docs bench \
-    gin wheel wheels gpu clean
+.PHONY: demo extension build c kernels test test-all lint format tidy tsan asan fuzz emulated newest newest-extension \
+    frameworks docs bench gin wheel wheels gpu clean
 
 demo: extension
 	python examples/ll_moe_layer.py
@@ -137,10 +137,11 @@ emulated: .venv/ready
 
 # The newest torch, of which an extension built against another is not one. (pip brings its CUDA packages too, without which
 # torch cannot be imported: 2.9 GB to fetch, 5.4 GB on disk.) To look for a newer one: rm -r .venv-newest
+# With Python 3.12 or newer where the machine has one, or uv fetches it: newer frameworks ask for it.
 newest_tests := tests/api tests/torch_events tests/ll tests/ht tests/deep_ep tests/training tests/docs/test_doctor.py
 
 .venv-newest/ready: requirements/newest.txt
-	test -x .venv-newest/bin/python || $(PYTHON) -m venv .venv-newest
+	test -x .venv-newest/bin/python || "$$($(PYTHON) tools/newer_python.py || echo $(PYTHON))" -m venv .venv-newest
 	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/newest.txt
 	site="$$(.venv-newest/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"; \
 	    ln -sf '$(CURDIR)/tests/support/other_build.py' "$$site/nccl_ep_other_build.py"; \
@@ -148,21 +149,25 @@ newest_tests := tests/api tests/torch_events tests/ll tests/ht tests/deep_ep tes
 	    > "$$site/nccl_ep_source.pth"
 	touch $@
 
-newest: .venv/ready .venv-newest/ready
-	cmake -S . -B build/$@ -G Ninja $(not_in_place) -DPython_EXECUTABLE=$(CURDIR)/.venv-newest/bin/python
-	$(call build_in,$@)
+newest-extension: .venv/ready .venv-newest/ready
+	cmake -S . -B build/newest -G Ninja $(not_in_place) -DPython_EXECUTABLE=$(CURDIR)/.venv-newest/bin/python
+	$(call build_in,newest)
+
+newest: newest-extension
 	.venv-newest/bin/python $(quick_tests) $(newest_tests)
 
-# Frameworks from PyPI, unchanged. They see the packages of .venv, so that torch is not fetched once more.
-.venv-frameworks/ready: requirements/frameworks.txt .venv/ready
-	test -x .venv-frameworks/bin/python || $(PYTHON) -m venv .venv-frameworks
+# Frameworks from PyPI, unchanged. They see the packages of .venv-newest, so that torch is not fetched once more, and the
+# extension that is built for it. Of some that ask for much, only what calls deep_ep runs: they are installed alone.
+.venv-frameworks/ready: requirements/frameworks.txt requirements/frameworks_alone.txt .venv-newest/ready
+	test -x .venv-frameworks/bin/python || .venv-newest/bin/python -m venv .venv-frameworks
 	site="$$(.venv-frameworks/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"; \
-	    printf '%s\n' '$(CURDIR)' "$$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
-	    > "$$site/nccl_ep_source.pth"
+	    printf '%s\n' '$(CURDIR)' "$$(.venv-newest/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
+	    "import nccl_ep_other_build as o; o.use('$(CURDIR)/build/newest', target='newest')" > "$$site/nccl_ep_source.pth"
 	.venv-frameworks/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/frameworks.txt
+	.venv-frameworks/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/frameworks_alone.txt
 	touch $@
 
-frameworks: extension .venv-frameworks/ready
+frameworks: newest-extension .venv-frameworks/ready
 	.venv-frameworks/bin/python -m pytest tests/frameworks tests/api/test_formats.py
 
 # Sphinx reads the docstrings of the extension's package, with the torch of .venv. A link that leads nowhere is an error.

@@ -67,7 +67,8 @@ def test_deepeps_names_are_there_and_no_more() -> None:
 
     first = {"Buffer", "Config", "EventHandle", "EventOverlap", "topk_idx_t"}
     second = {"ElasticBuffer", "EPBuffer", "EPHandle", "HybridEPBuffer"}
-    assert set(deep_ep.__all__) == first | second
+    functions = {"get_logical_domain_size", "get_physical_domain_size"}
+    assert set(deep_ep.__all__) == first | second | functions
     assert (EventHandle, EventOverlap) == (deep_ep.EventHandle, deep_ep.EventOverlap)
     for name in ("Config", "EventHandle", "EventOverlap", "topk_idx_t"):
         assert getattr(nccl_ep, name) is getattr(deep_ep, name)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
 
 from tests.support.processes import run_processes
 
@@ -18,6 +19,16 @@ if importlib.util.find_spec("megatron") is None:
     pytest.skip("megatron-core is not installed: make frameworks", allow_module_level=True)
 
 SEQUENCE, BATCH, HIDDEN, EXPERTS, TOPK, STEPS = 5, 2, 32, 8, 2, 2
+
+
+class OnCpu(TorchFunctionMode):
+    """What is asked for on CUDA is made on the CPU: Megatron's managers have flags there."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if kwargs.get("device") == "cuda" and not torch.cuda.is_available():
+            kwargs = kwargs | {"device": "cpu"}
+        return func(*args, **kwargs)
 
 
 def made_layer(dispatcher: dict[str, Any], ranks: int) -> Any:
@@ -31,7 +42,10 @@ def made_layer(dispatcher: dict[str, Any], ranks: int) -> Any:
         expert_model_parallel_size=ranks, use_cpu_initialization=True, add_bias_linear=False, gated_linear_unit=True,
         activation_func=torch.nn.functional.silu, **dispatcher,
     )  # fmt: skip
-    layer = build_module(get_moe_module_spec(use_te=False, num_experts=EXPERTS), config=config)
+    made = get_moe_module_spec(use_te=False, num_experts=EXPERTS)
+    # Until 0.18 a spec, which makes the layer; since then a function.
+    with OnCpu():
+        layer = made(config=config) if callable(made) else build_module(made, config=config)
     layer.set_layer_number(1)
     return layer
 
@@ -80,7 +94,30 @@ def compare(rank: int, ranks: int) -> None:
         for i, (a, b) in enumerate(zip(expected, got, strict=True)):
             assert a.abs().max() > 0, i
             assert torch.equal(a, b), f"{backend}, tensor {i}: {(a - b).abs().max()}"
+    check_budget(layer.token_dispatcher._comm_manager, rank)
     parallel_state.destroy_model_parallel()
+
+
+def check_budget(manager: Any, rank: int) -> None:
+    """Hybrid-EP's manager with a budget of rows a rank, which the layer has with Transformer Engine alone: whether rows
+    were dropped it reads from the handle."""
+    if not hasattr(manager, "over_budget"):
+        return  # before 0.17
+    draw = torch.Generator().manual_seed(rank)
+    x = torch.randint(-4, 5, (SEQUENCE * BATCH, HIDDEN), generator=draw).bfloat16()
+    chosen = torch.zeros(len(x), EXPERTS, dtype=torch.bool).scatter_(1, torch.tensor([[0, 1]]).expand(len(x), 2), True)
+    for factor, is_over in ((8.0, False), (0.25, True)):
+        manager.moe_expert_rank_capacity_factor = None
+        manager.setup_metadata(chosen, chosen.float())
+        manager.moe_expert_rank_capacity_factor = factor
+        manager.num_permuted_tokens = budget = int(len(x) * TOPK * factor)
+        manager.over_budget.zero_()
+        rows = manager.dispatch(x)
+        assert rows.shape[0] == budget
+        assert bool(manager.over_budget) == (is_over and rank == 0)  # which has the experts
+        home = manager.combine(rows)
+        if not is_over:
+            assert torch.equal(home, x * TOPK)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
