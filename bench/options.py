@@ -93,7 +93,7 @@ def set_defaults(parser: argparse.ArgumentParser, options: argparse.Namespace, m
     if options.alignment < 1:
         parser.error(f"--alignment {options.alignment}: must be 1 or more")
     if options.experts % options.ranks:
-        parser.error(f"{options.experts} experts do not divide over {options.ranks} ranks")
+        parser.error(f"--experts {options.experts}: {options.experts} experts do not divide over {options.ranks} ranks")
 
 
 def _measuring_parser(command: str, description: str, layouts: list[str], figures: Sequence[str]) -> Any:

@@ -213,6 +213,11 @@ def main():
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--processes", action="store_true", help="CPU ranks as processes instead of threads")
     args = parser.parse_args()
+    for name in ("ranks", "tokens"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} is {getattr(args, name)}, must be 1 or more")
+    if args.hidden < 8 or args.hidden % 8:
+        parser.error(f"--hidden is {args.hidden}, must be a multiple of 8: bf16 rows are multiples of 16 bytes")
     print(f"An MoE layer on {args.ranks} ranks ({args.device}): {EXPERTS_PER_RANK} experts a rank, top-{TOPK},")
     print(f"up to {args.tokens} tokens a rank, rows of {args.hidden} bf16 numbers.")
     torch.set_num_threads(1)  # of each rank

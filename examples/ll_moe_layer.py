@@ -152,7 +152,11 @@ def main():
     parser.add_argument("--ranks", type=int, help="default: 4, or one a GPU")
     parser.add_argument("--processes", action="store_true", help="CPU ranks as processes instead of threads")
     args = parser.parse_args()
-    num_ranks = args.ranks or (num_gpus if args.device == "cuda" else 4)
+    if args.device == "cuda" and num_gpus == 0:
+        parser.error("--device is cuda: " + ("torch finds no GPU" if nccl_ep._C.has_cuda() else "nccl_ep has no CUDA"))
+    num_ranks = (num_gpus if args.device == "cuda" else 4) if args.ranks is None else args.ranks
+    if num_ranks < 1:
+        parser.error(f"--ranks is {num_ranks}, must be 1 or more")
     # Fewer GPUs than ranks: only a world on one GPU is possible, in builds with NCCL_EP_LAB. Its ranks are threads.
     processes = args.processes or (args.device == "cuda" and 1 < num_ranks <= num_gpus)
     print(f"One MoE layer on {num_ranks} ranks ({'processes' if processes else 'threads'}, {args.device}):", end=" ")

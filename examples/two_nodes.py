@@ -76,6 +76,8 @@ def main():
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=10)
     options = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("torchrun starts this program on every node: see examples/two_nodes.sh")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")  # ranks meet over it; rows go by NVLink and the NICs
     reports = [None] * dist.get_world_size()

@@ -201,7 +201,14 @@ def load(folder: str, model: Model, optimiser: torch.optim.Optimizer | None = No
 
 
 def check(folder: str, sizes: Sizes) -> Index:
-    """What the checkpoint says, if it is one of this model and its files are there. Reads no tensor."""
+    """What the checkpoint of --load says, if it is one of this model and its files are there. Reads no tensor."""
+    try:
+        return _checked(folder, sizes)
+    except CheckpointError as error:
+        raise CheckpointError(f"--load is {folder}: {error}") from error
+
+
+def _checked(folder: str, sizes: Sizes) -> Index:
     index = read_index(folder)
     if index.sizes != asdict(sizes):
         names = index.sizes.keys() | asdict(sizes).keys()

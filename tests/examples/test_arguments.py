@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import shutil
 import subprocess
 import sys
@@ -41,9 +42,9 @@ OF_BOTH = [
     ("--exchange nccl_ep,", "--exchange is nccl_ep,:  is none of nccl_ep, all_to_all_single"),
     ("--report {tmp}", "--report is '{tmp}', a folder; must be a file to write"),
     ("--report {tmp}/file/report.json", "--report is '{tmp}/file': {tmp}/file is no folder"),
-    ("--load {tmp}/nosuch", "{tmp}/nosuch is no folder"),
-    ("--load {tmp}/file", "{tmp}/file is no folder"),
-    ("--load {tmp}", "{tmp} is no checkpoint of examples.moe_lm.train: it has no checkpoint.json"),
+    ("--load {tmp}/nosuch", "--load is {tmp}/nosuch: {tmp}/nosuch is no folder"),
+    ("--load {tmp}/file", "--load is {tmp}/file: {tmp}/file is no folder"),
+    ("--load {tmp}", "--load is {tmp}: {tmp} is no checkpoint of examples.moe_lm.train: it has no checkpoint.json"),
     ("--load {tmp}/saved", "{tmp}/saved has a model of other sizes: expert_inner is 8 there and 64 here, "),
     ("--load {tmp}/cut {own}", "/0.bin has "),
     ("--no-such 1", "unrecognized arguments: --no-such 1"),
@@ -153,6 +154,26 @@ def test_ranks_of_torchrun_refuse_the_same(
     assert text in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("program", "arguments", "text"),
+    [
+        ("ll_moe_layer", "--ranks 0", "--ranks is 0, must be 1 or more"),
+        ("ht_moe_layer", "--tokens -1", "--tokens is -1, must be 1 or more"),
+        ("ht_moe_layer", "--hidden 7", "--hidden is 7, must be a multiple of 8"),
+        ("two_nodes", "", "torchrun starts this program on every node"),
+    ],
+)
+def test_small_examples_say_what_is_wrong(
+    program: str, arguments: str, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = ROOT / "examples" / f"{program}.py"
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(sys, "argv", [str(path), *arguments.split()])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(path), run_name="__main__")
+    assert ended.value.code == 2 and f"{path.name}: error: {text}" in capsys.readouterr().err
+
+
 def test_what_is_right_is_taken(folder: Path) -> None:
     options = train.parse(f"--device cpu --load {folder}/saved --save {folder}/saved {OWN} --steps 1".split())
     assert (options.steps, options.load) == (1, f"{folder}/saved")
@@ -169,4 +190,6 @@ def test_no_rank_starts_where_a_folder_is_missing(tmp_path: Path) -> None:
         cwd=ROOT, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr == f"python -m examples.moe_lm.train: {tmp_path}/nosuch is no folder\n"
+    assert (
+        done.stderr == f"python -m examples.moe_lm.train: --load is {tmp_path}/nosuch: {tmp_path}/nosuch is no folder\n"
+    )
