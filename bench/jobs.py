@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nccl_ep.choices import Mode
 from nccl_ep.doctor.ranks import Launcher
 
 from . import records, table
@@ -55,7 +56,7 @@ class Bench:
     report: Callable[[list[Record]], list[Record]] = table.show
 
 
-def library_jobs(options: argparse.Namespace, modes: Sequence[str]) -> list[Job]:
+def library_jobs(options: argparse.Namespace, modes: Sequence[Mode]) -> list[Job]:
     """Modes, layouts and dtypes of a size follow one another: they have the same inputs."""
     return [
         Job(

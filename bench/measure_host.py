@@ -40,6 +40,7 @@ import torch.distributed as dist
 import nccl_ep
 from bench.records import FIELDS, make, revision, save, today
 from nccl_ep import deep_ep
+from nccl_ep.choices import Mode
 from nccl_ep.config import combine_args
 
 Call = Callable[[], Any]
@@ -438,7 +439,7 @@ def main() -> None:
         note("ht", "deepep_like layout and pair", "event", theirs, None)
         note("ht", "deepep layout and pair / deepep_like", "ratio", mine / theirs, None, "x")
 
-    makers = {"ll": low_latency_calls, "ht": high_throughput_calls}
+    makers: dict[Mode, Any] = {"ll": low_latency_calls, "ht": high_throughput_calls}
     bare = {"bare launch": launch_nothing, "bare fork and join": fork_and_join()} if on_gpu else {}
     for mode in makers if options.mode == "both" else [options.mode]:
         with nccl_ep.Buffer.for_shapes(

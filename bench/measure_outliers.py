@@ -35,8 +35,9 @@ from bench.operations import Operations, native_operations
 from bench.records import Record, make, revision, save, slowest, today
 from bench.workload import Checked, Shape, arena_bytes_for, fitted, make_buffer, make_inputs
 from nccl_ep import Buffer
+from nccl_ep.choices import Mode
 
-SHAPES = {  # tokens, layout, alignment, calls in a graph
+SHAPES: dict[Mode, tuple[int, str, int, int]] = {  # tokens, layout, alignment, calls in a graph
     "ll": (32, "expert_major", 1, 40),
     "ht": (4096, "packed", 128, 10),
 }
@@ -75,7 +76,7 @@ def clock() -> int | None:
 class Subject:
     """A mode's buffer and calls."""
 
-    def __init__(self, rank: Rank, mode: str, hidden: int, experts: int) -> None:
+    def __init__(self, rank: Rank, mode: Mode, hidden: int, experts: int) -> None:
         tokens, layout, alignment, chain = SHAPES[mode]
         shape = Shape(rank.num_ranks, tokens, hidden, 8, experts, "bf16", layout, "uniform", 1, mode, alignment)
         inputs = make_inputs(shape)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import nccl_ep
 from bench.measure_host import host_mean, timing_events
 from bench.records import revision, today
+from nccl_ep.choices import Mode
 
 HIDDEN, EXPERTS, TOPK = 7168, 256, 8
 _sleep: Callable[[int], None] = torch.cuda._sleep
@@ -68,7 +69,8 @@ def main() -> None:
         )  # fmt: skip
 
     torch.manual_seed(0)
-    for mode, layout, tokens in (("ll", "packed", 8), ("ht", "flat", 8)):
+    kinds: tuple[tuple[Mode, str, int], ...] = (("ll", "packed", 8), ("ht", "flat", 8))
+    for mode, layout, tokens in kinds:
         with nccl_ep.Buffer.for_shapes(
             group, max_tokens=tokens, hidden=HIDDEN, topk=TOPK, num_experts=EXPERTS, mode=mode, device="cuda"
         ) as buffer:

@@ -16,10 +16,13 @@ import nccl_ep
 from bench import measure, records
 from bench.measure import Effort
 from bench.world import World
+from nccl_ep.choices import LayoutName, Mode, WireFormat
 
 HIDDEN, EXPERTS, TOPK = 7168, 256, 8
-FORMATS = (None, "fp8", "logfmt")
-SHAPES = (("ll", "expert_major", 128), ("ll", "packed", 128), ("ht", "flat", 4096), ("ht", "packed", 4096))
+FORMATS: tuple[WireFormat | None, ...] = (None, "fp8", "logfmt")
+SHAPES: tuple[tuple[Mode, LayoutName, int], ...] = (
+    ("ll", "expert_major", 128), ("ll", "packed", 128), ("ht", "flat", 4096), ("ht", "packed", 4096),
+)  # fmt: skip
 # Of a sum of rows that came home in blocks: |difference| at most this part of the largest magnitude among its parts.
 BOUNDS = {"fp8": 1 / 28, "logfmt": 1 / 44}
 
@@ -53,7 +56,7 @@ def main() -> None:
             for number in range(options.rounds):
                 for wire, num_sms in itertools.product(FORMATS, options.num_sms):
 
-                    def combine(wire: str | None = wire, num_sms: int = num_sms) -> torch.Tensor:
+                    def combine(wire: WireFormat | None = wire, num_sms: int = num_sms) -> torch.Tensor:
                         return nccl_ep.combine(out.x, out.handle, wire_dtype=wire, num_sms=num_sms)  # noqa: B023
 
                     if wire is not None and number == 0:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nccl_ep import Buffer, combine, dispatch, reference
+from nccl_ep.choices import Mode, QuantName
 
 ROUTINGS = ("uniform", "skewed", "hot_expert", "all_local", "all_remote")
 _GROUP = reference.FP8_GROUP
@@ -26,7 +27,7 @@ class Payload:
 
     rows: torch.dtype
     combined: torch.dtype
-    quant: str | None = None
+    quant: QuantName | None = None
     group: int = 0
     scales: torch.dtype = torch.float32
     packed: int = 1
@@ -64,7 +65,7 @@ class Shape:
     layout: str
     routing: str
     seed: int
-    mode: str = "ll"
+    mode: Mode = "ll"
     alignment: int = 1
     capacity: int | None = None
     enable_shrink: bool = False
@@ -74,7 +75,7 @@ class Shape:
         return PAYLOADS[self.dtype]
 
     @property
-    def quant(self) -> str | None:
+    def quant(self) -> QuantName | None:
         return self.payload.quant
 
     @property
@@ -161,7 +162,7 @@ def make_inputs(shape: Shape) -> list[Given]:
         if (each.rows, each.group, each.scales, each.packed)
         == (payload.rows, payload.group, payload.scales, payload.packed)
     )
-    return list(_make_inputs(replace(shape, dtype=like, layout="", mode="", alignment=1, capacity=None)))
+    return list(_make_inputs(replace(shape, dtype=like, layout="", mode="ll", alignment=1, capacity=None)))
 
 
 @lru_cache(maxsize=1)  # a second or more for thousands of tokens, and layouts and modes take turns with the same

@@ -218,6 +218,8 @@ class GroupConfig:
         ht_sizes: tuple[int, int, int, int, int, int],
         masks_late_ranks: bool,
         ll_network: str,
+        raises_invalid_ids: bool,
+        made_with: str,
     ) -> None: ...
 
 class Group:

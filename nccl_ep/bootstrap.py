@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -296,11 +297,7 @@ def rendezvous_of(group: Any, comm: Any = None) -> Rendezvous:
     communicator, or a rendezvous of its own."""
     group = process_group_of(group)
     if group is None and comm is None:
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            logger.warning(
-                "a buffer without a group is a world of one rank, and this process is one of %d: pass group=",
-                dist.get_world_size(),
-            )
+        _require_alone()
         return SoloRendezvous()
     if group is None:
         if not hasattr(comm, "Get_rank"):
@@ -330,6 +327,23 @@ def rendezvous_of(group: Any, comm: Any = None) -> Rendezvous:
         f"group is a {type(group).__name__}: must be a torch process group, a DeviceMesh of one dimension, None, or an "
         "object with rank(), size() and allgather()"
     )
+
+
+def _require_alone() -> None:
+    """ValueError where a launcher has started several processes that have no group yet: each would be rank 0 of 1."""
+    if dist.is_available() and dist.is_initialized():
+        if dist.get_world_size() > 1:
+            logger.warning(
+                "a buffer without a group is a world of one rank, and this process is one of %d: pass group=",
+                dist.get_world_size(),
+            )
+        return
+    started = os.environ.get("WORLD_SIZE", "")
+    if started.isdecimal() and int(started) > 1:
+        raise ValueError(
+            f"group is None, and WORLD_SIZE is {started}: call torch.distributed.init_process_group() first and give "
+            "torch.distributed.group.WORLD (a world of each process alone is nccl_ep.bootstrap.SoloRendezvous())"
+        )
 
 
 def _rendezvous_of_process_group(group: dist.ProcessGroup) -> Rendezvous:

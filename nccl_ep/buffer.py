@@ -16,6 +16,7 @@ import torch
 from . import _C
 from .bootstrap import Rendezvous, meeting_of, process_group_of, rendezvous_of
 from .checks import (
+    described,
     error_of,
     require_bools,
     require_dtypes,
@@ -24,6 +25,7 @@ from .checks import (
     require_shape,
     require_within,
 )
+from .choices import LlNetwork, Mode, OnInvalidIds, OnOverflow
 from .errors import UsageError
 from .log import logger
 from .marks import mark_seq
@@ -35,6 +37,7 @@ _ADDED_UP = (  # of stats(), over the windows
     "ht_dispatches", "ht_combines", "staged_dispatches", "staged_combines", "dropped_rows", "invalid_ids",
     "window_bytes", "arena_bytes", "arena_free_bytes",
 )  # fmt: skip
+_NO_SIZES = "no sizes: Buffer.for_shapes takes those of the calls"
 _numbers = itertools.count()
 # All that this process has made, and their names, by the ids of their windows.
 _buffers: dict[int, tuple[weakref.ref[Buffer], str]] = {}
@@ -64,6 +67,9 @@ class Buffer:
         device: "cuda", "cpu" or a torch device. Default: CUDA where there is a GPU and this build serves it.
         timeout: seconds that a rank waits for the others in an operation, or to make the buffer, before it gives up.
         on_overflow: "count" (rows past a capacity are dropped and counted) or "raise".
+        on_invalid_ids: "raise" (a dispatch of a CPU rank refuses expert ids out of range before it sends; after one of
+            a GPU the next call raises what the kernel has found), or "count" (``check()`` alone tells). Where such an
+            id is not refused, it is no choice.
         domain_size: ranks that share memory, as those of a node do; by default all ranks. On GPUs it must be what NCCL
             finds (docs/network.md), on CPU ranks it is a claim for tests.
         ll_network: how low latency crosses between domains of GPUs: "rail" sends a row to a domain once, to a rank that
@@ -91,16 +97,18 @@ class Buffer:
         comm: Any = None,
         device: str | torch.device | None = None,
         timeout: float = 100.0,
-        on_overflow: str = "count",
+        on_overflow: OnOverflow = "count",
+        on_invalid_ids: OnInvalidIds = "raise",
         domain_size: int | None = None,
-        ll_network: str = "auto",
+        ll_network: LlNetwork = "auto",
         network_seed: int | None = None,
         name: str | None = None,
         _room: Room | None = None,
     ) -> None:
         rendezvous = rendezvous_of(group, comm)
-        if on_overflow not in ("count", "raise"):
-            raise ValueError(f'on_overflow is {on_overflow!r}, must be "count" or "raise"')
+        for option, given in (("on_overflow", on_overflow), ("on_invalid_ids", on_invalid_ids)):
+            if given not in ("count", "raise"):
+                raise ValueError(f'{option} is {given!r}, must be "count" or "raise"')
         require_bools(enable_shrink=enable_shrink)
         require_within(0, _MAX_UINT64, network_seed=network_seed or 0)
         require_int32(domain_size=domain_size or 0)
@@ -111,7 +119,7 @@ class Buffer:
         self.rank, self.num_ranks = rendezvous.rank(), rendezvous.size()
         self.enable_shrink = enable_shrink
         self.on_overflow = on_overflow
-        room = _room or Room(ll_sizes_for_bytes(self.num_ranks))
+        room = _room or Room(ll_sizes_for_bytes(self.num_ranks), made_with=_NO_SIZES)
         self.max_tokens, self.ll_max_tokens = room.max_tokens, room.ll_max_tokens
         self.device = _choose_device(device)
         self.name = name or f"buffer{next(_numbers)}.rank{self.rank}"
@@ -119,6 +127,7 @@ class Buffer:
         self._rendezvous, self._timeout = rendezvous, timeout
         self._claims: dict[str, Any] = {
             "domain_size": domain_size or 0, "network_seed": network_seed or 0, "ll_network": ll_network,
+            "raises_invalid_ids": on_invalid_ids == "raise",
         }  # fmt: skip
         self._room, self._mode = room, room.mode
         self._comm_stream: Any = None
@@ -129,7 +138,7 @@ class Buffer:
         self._seqs: list[torch.Tensor] = []  # by which ops find them (csrc/torch/ops/registry.h)
         self._memory_total = 0
         start = time.monotonic()
-        self.runtime = self._make_window(self.name, room.ll, room.ht)
+        self.runtime = self._make_window(self.name, room.ll, room.ht, room.made_with)
         self._seq = self._newest_seq = self._seqs[0]
         self._call = _C.call_buffer(self._seq, self.num_ranks, self._open_sends, on_overflow == "raise")
         if logger.isEnabledFor(logging.INFO):
@@ -151,7 +160,7 @@ class Buffer:
         dtype: torch.dtype = torch.bfloat16,
         wire_dtype: torch.dtype | None = None,
         scale_bytes: int | None = None,
-        mode: str = "ll",
+        mode: Mode = "ll",
         arena_bytes: int | None = None,
         **options: Any,
     ) -> Buffer:
@@ -172,6 +181,7 @@ class Buffer:
 
         Raises: as ``Buffer``.
         """
+        made_with = options.pop("_made_with", None)
         rendezvous = rendezvous_of(group)
         ranks = rendezvous.size()
         room = room_for_shapes(
@@ -179,11 +189,11 @@ class Buffer:
             num_experts=num_experts, dtype=dtype, wire_dtype=wire_dtype, scale_bytes=scale_bytes, mode=mode,
             arena_bytes=arena_bytes, device_type=_choose_device(options.get("device")).type,
         )  # fmt: skip
-        buffer = cls(rendezvous, _room=room, **options)
+        buffer = cls(rendezvous, _room=room._replace(made_with=made_with or room.made_with), **options)
         buffer.group = process_group_of(group)
         return buffer
 
-    def _make_window(self, name: str, sizes: LlSizes, ht_sizes: HtSizes | None) -> _C.Group:
+    def _make_window(self, name: str, sizes: LlSizes, ht_sizes: HtSizes | None, made_with: str = "") -> _C.Group:
         """Collective."""
         free = _free_memory(self.device)
         config = _C.GroupConfig(
@@ -195,6 +205,7 @@ class Buffer:
             timeout_seconds=self._timeout,
             ht_sizes=ht_sizes or (0,) * 6,
             masks_late_ranks=self.enable_shrink and self._windows == [],
+            made_with=made_with,
             **self._claims,
         )
         made = _make_group(name, self._rendezvous, config, self._timeout)
@@ -233,7 +244,7 @@ class Buffer:
     def check(self) -> None:
         """Raises what was found since the last call.
 
-        ValueError: expert ids out of range, which acted as -1: how many, and the first one's token, k and value.
+        ValueError: expert ids out of range that were no choice: how many, and the first one's token, k and value.
         Otherwise as ``require_usable``.
         """
         self.require_usable()
@@ -257,7 +268,7 @@ class Buffer:
         "dispatches", "combines": operations that are complete here, replays of graphs among them ("combines" with those
         of weights); the number of the last one. "calls": those that the host has asked for, by kind: "dispatch",
         "combine", "combine_weights", "split" (those of the first two that were split calls), "ht_dispatch" and
-        "ht_combine". "dropped_rows": past a capacity. "invalid_ids": since the last ``check()``. An extra tensor of a
+        "ht_combine". "dropped_rows": past a capacity. "invalid_ids": since they were last raised. An extra tensor of a
         low-latency dispatch that takes an operation of its own is one more dispatch in all of these numbers.
         "window_bytes": what the ranks share; "memory_total_bytes": CUDA memory that went when the buffer was made,
         NCCL's included (a neighbour's may be, too); "scratch_bytes": made later for DeepEP's methods.
@@ -372,7 +383,7 @@ def require_buffer(buffer: object) -> None:
         return
     if isinstance(getattr(buffer, "core", None), Buffer):
         raise TypeError(f"buffer is {buffer!r}, must be a nccl_ep.Buffer: give its core")
-    raise TypeError(f"buffer is a {type(buffer).__name__}, must be a nccl_ep.Buffer")
+    raise TypeError(f"buffer is {described(buffer)}, must be a nccl_ep.Buffer")
 
 
 def find_buffer(seq: torch.Tensor, num_ranks: int | None = None) -> Buffer:
@@ -410,11 +421,14 @@ def _new_seq(window: _C.Group, num_ranks: int, device: torch.device) -> torch.Te
 def _choose_device(device: str | torch.device | None) -> torch.device:
     if device is None:
         device = "cuda" if _C.has_cuda() and torch.cuda.is_available() else "cpu"
-    device = torch.device(device)
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f'device is {device!r}, must be "cuda", "cpu" or a torch.device') from None
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device is {device}, must be cpu or cuda")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError('device is cuda, but torch finds no GPU; device="cpu" always works')
+        raise ValueError(f'device is {device}, but torch finds no GPU; device="cpu" always works')
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     return device

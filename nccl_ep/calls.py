@@ -16,6 +16,7 @@ from torch.utils._device import DeviceContext
 from . import _C
 from .buffer import Buffer, require_buffer
 from .checks import error_of, require_biases, require_bools, require_extras, require_on, require_tensors
+from .choices import Exact, LayoutName, Mode, QuantName, Weighting, WireFormat
 from .config import DISPATCH, HOME, Numbers, combine_numbers, dispatch_numbers, signalled_numbers
 from .events import EventHandle, EventOverlap, run_on_comm_stream
 from .gradients import wants_gradient
@@ -46,7 +47,7 @@ class DispatchShape:
     alignment: int
     quantises: bool
     has_scales: bool
-    mode: str
+    mode: Mode
     layout: Layout
     capacity: int
     max_tokens: int
@@ -104,12 +105,12 @@ class DispatchCall:
         extra: Sequence[torch.Tensor],
         buffer: Buffer,
         num_experts: int,
-        mode: str,
-        layout: str,
+        mode: Mode,
+        layout: LayoutName,
         max_tokens: int | None,
-        capacity: int | str | None,
+        capacity: int | Exact | None,
         alignment: int,
-        quant: str | None,
+        quant: QuantName | None,
         zero_padding: bool,
         num_sms: int,
     ) -> DispatchCall:
@@ -251,11 +252,11 @@ class CombineCall:
     def of(
         rows: torch.Tensor,
         handle: Handle,
-        weights: str | torch.Tensor | None,
+        weights: Weighting | torch.Tensor | None,
         topk_idx: torch.Tensor | None,
         bias: torch.Tensor | Sequence[torch.Tensor] | None,
         out_dtype: torch.dtype | None,
-        wire_dtype: torch.dtype | str | None,
+        wire_dtype: torch.dtype | WireFormat | None,
         *options: float,
     ) -> CombineCall:
         """options: those that are plain numbers, as csrc/torch/call/combine.cc has them."""

@@ -65,13 +65,13 @@ def require_tensors(**values: object) -> None:
     """TypeError for what is no tensor, None included."""
     for name, value in values.items():
         if not isinstance(value, _Tensor):
-            raise TypeError(f"{name} is {_described(value)}, must be a tensor")
+            raise TypeError(f"{name} is {described(value)}, must be a tensor")
 
 
 def require_extras(seq: torch.Tensor, extra: Sequence[torch.Tensor]) -> None:
     """Extra tensors of a dispatch, or of its output."""
     if not isinstance(extra, tuple | list):
-        raise TypeError(f"extra is {_described(extra)}, must be a tuple or a list of tensors")
+        raise TypeError(f"extra is {described(extra)}, must be a tuple or a list of tensors")
     names = [f"extra {i}" for i in range(len(extra))]
     require_tensors(**dict(zip(names, extra, strict=True)))
     require_on(seq, names, extra)
@@ -108,7 +108,7 @@ def require_bools(**values: object) -> None:
     None, which DeepEP takes for no."""
     for name, value in values.items():
         if getattr(value, "ndim", 0) or value not in (0, 1, None):
-            raise TypeError(f"{name} is {_described(value)}, must be True or False")
+            raise TypeError(f"{name} is {described(value)}, must be True or False")
 
 
 def environment_switch(name: str) -> bool:
@@ -149,14 +149,14 @@ def require_seconds(**values: object) -> None:
     """TypeError for what is no number."""
     for name, value in values.items():
         if not hasattr(value, "__float__") and not hasattr(value, "__index__"):
-            raise TypeError(f"{name} is {_described(value)}, must be a number of seconds")
+            raise TypeError(f"{name} is {described(value)}, must be a number of seconds")
 
 
 def require_dtypes(**values: object) -> None:
     """TypeError for what is no dtype of torch, None included."""
     for name, value in values.items():
         if not isinstance(value, torch.dtype):
-            raise TypeError(f"{name} is {_described(value)}, must be a torch.dtype")
+            raise TypeError(f"{name} is {described(value)}, must be a torch.dtype")
 
 
 def row_bytes_of(hidden: int, dtype: torch.dtype) -> int:
@@ -164,7 +164,8 @@ def row_bytes_of(hidden: int, dtype: torch.dtype) -> int:
     num_bytes = _integer("hidden", hidden) * dtype.itemsize
     if num_bytes < 16 or num_bytes % 16 or num_bytes > MAX_ROW_BYTES:
         raise ValueError(
-            f"rows of {hidden} x {dtype} have {num_bytes} bytes, must be a multiple of 16 up to {MAX_ROW_BYTES}"
+            f"hidden is {hidden}: rows of {hidden} x {dtype} have {num_bytes} bytes, must be a multiple of 16 up to "
+            f"{MAX_ROW_BYTES}"
         )
     return num_bytes
 
@@ -179,10 +180,10 @@ def _integer(name: str, value: object) -> int:
     try:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        raise TypeError(f"{name} is {_described(value)}, must be an integer") from None
+        raise TypeError(f"{name} is {described(value)}, must be an integer") from None
 
 
-def _described(value: object) -> str:
+def described(value: object) -> str:
     return repr(value) if value is None or isinstance(value, int | float | str) else f"a {type(value).__name__}"
 
 

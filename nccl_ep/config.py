@@ -14,6 +14,7 @@ from torch.compiler import is_dynamo_compiling
 
 from . import _C
 from .checks import INT64, require_within
+from .choices import Mode, QuantName, WireFormat
 from .handle import Handle, Layout
 from .marks import constant
 
@@ -58,7 +59,7 @@ def combine_args(
     handle: Handle,
     weighting: int = 0,
     out_dtype: torch.dtype = torch.float32,
-    wire_dtype: torch.dtype | str | None = None,
+    wire_dtype: torch.dtype | WireFormat | None = None,
     num_sms: int = 0,
 ) -> tuple[int, int, Numbers]:
     """What ``torch.ops.nccl_ep`` take with a handle to combine: tokens, capacity, config."""
@@ -90,7 +91,7 @@ def signalled_numbers(numbers: Numbers, rows_per_signal: int, signal_threshold: 
     return tuple([given.get(name, each) for (name, *_), each in zip(_COMBINE_OPTIONS, numbers, strict=True)])
 
 
-def dispatch_numbers(*given: Any) -> tuple[str, Layout, int, int, Numbers]:
+def dispatch_numbers(*given: Any) -> tuple[Mode, Layout, int, int, Numbers]:
     """A dispatch, checked by csrc/runtime/call.h: mode, layout, capacity, max_tokens, and the config for the op.
 
     Args:
@@ -102,7 +103,7 @@ def dispatch_numbers(*given: Any) -> tuple[str, Layout, int, int, Numbers]:
     return mode, _LAYOUTS[layout], capacity, max_tokens, numbers
 
 
-def cached_numbers(handle: Handle, quant: str | None, zero_padding: bool, num_sms: int) -> Numbers:
+def cached_numbers(handle: Handle, quant: QuantName | None, zero_padding: bool, num_sms: int) -> Numbers:
     """The config of a dispatch along the routes of ``handle``."""
     numbers: Numbers = _of_library("cached_numbers", (*_routing(handle), quant, zero_padding, num_sms))
     return numbers
@@ -163,6 +164,6 @@ def dtype_code(dtype: torch.dtype) -> int:
     return _C.dtype_code(dtype)
 
 
-def wire_code(wire_dtype: torch.dtype | str) -> int:
+def wire_code(wire_dtype: torch.dtype | WireFormat) -> int:
     """Of a dtype, or of one of WIRE_FORMATS."""
     return WIRE_FORMATS[wire_dtype] if isinstance(wire_dtype, str) else dtype_code(wire_dtype)

@@ -12,6 +12,7 @@ from . import _C
 from .buffer import Buffer
 from .calls import CombineCall, DispatchCall
 from .checks import error_of, require_bools, require_on, require_tensors
+from .choices import Exact, LayoutName, Mode, QuantName, Weighting, WireFormat
 from .config import combine_numbers
 from .handle import DispatchOutput, Handle, require_handle
 from .high_throughput import buffer_of
@@ -31,12 +32,12 @@ def dispatch(
     *,
     buffer: Buffer,
     num_experts: int,
-    mode: str = "ll",
-    layout: str = "expert_major",
+    mode: Mode = "ll",
+    layout: LayoutName = "expert_major",
     max_tokens: int | None = None,
-    capacity: int | str | None = None,
+    capacity: int | Exact | None = None,
     expert_alignment: int = 1,
-    quant: str | None = None,
+    quant: QuantName | None = None,
     scales: torch.Tensor | None = None,
     extra: Sequence[torch.Tensor] = (),
     zero_padding: bool = False,
@@ -48,8 +49,8 @@ def dispatch(
     Args:
         x: [T, H] contiguous, rows a multiple of 16 bytes, T at most ``max_tokens`` (0 is legal). bf16, fp16 and fp32
             are numbers; any other dtype travels bit for bit.
-        topk_idx: [T, K] int64 or int32 expert ids; -1 is no choice. An id out of range acts as -1 and is reported by
-            ``buffer.check()``.
+        topk_idx: [T, K] int64 or int32 expert ids; -1 is no choice. An id out of range is refused: on CPU ranks here,
+            on GPUs by the next call (``on_invalid_ids`` of ``Buffer``).
         topk_weights: [T, K] float32, by default ones. Under autocast bf16 and fp16 are cast.
         mode: "ll" (low latency), "ht" (high throughput) or "auto": by ``max_tokens``, the bytes of a row, K and R
             (``nccl_ep.modes.choose_mode``); the handle says which it was.
@@ -98,12 +99,12 @@ def dispatch_send(
     *,
     buffer: Buffer,
     num_experts: int,
-    mode: str = "ll",
-    layout: str = "expert_major",
+    mode: Mode = "ll",
+    layout: LayoutName = "expert_major",
     max_tokens: int | None = None,
-    capacity: int | str | None = None,
+    capacity: int | Exact | None = None,
     expert_alignment: int = 1,
-    quant: str | None = None,
+    quant: QuantName | None = None,
     scales: torch.Tensor | None = None,
     extra: Sequence[torch.Tensor] = (),
     zero_padding: bool = False,
@@ -133,11 +134,11 @@ def combine(
     rows: torch.Tensor,
     handle: Handle,
     *,
-    weights: str | torch.Tensor | None = "dispatch",
+    weights: Weighting | torch.Tensor | None = "dispatch",
     topk_idx: torch.Tensor | None = None,
     bias: torch.Tensor | Sequence[torch.Tensor] | None = None,
     out_dtype: torch.dtype | None = None,
-    wire_dtype: torch.dtype | str | None = None,
+    wire_dtype: torch.dtype | WireFormat | None = None,
     out: torch.Tensor | None = None,
     num_sms: int = 0,
     scale: float = 1,  # torch.compile(dynamic=True) compiles twice where a default is a float
@@ -181,11 +182,11 @@ def combine_send(
     rows: torch.Tensor,
     handle: Handle,
     *,
-    weights: str | torch.Tensor | None = "dispatch",
+    weights: Weighting | torch.Tensor | None = "dispatch",
     topk_idx: torch.Tensor | None = None,
     bias: torch.Tensor | Sequence[torch.Tensor] | None = None,
     out_dtype: torch.dtype | None = None,
-    wire_dtype: torch.dtype | str | None = None,
+    wire_dtype: torch.dtype | WireFormat | None = None,
     num_sms: int = 0,
     scale: float = 1,  # torch.compile(dynamic=True) compiles twice where a default is a float
     async_finish: bool = False,

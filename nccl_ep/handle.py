@@ -12,6 +12,8 @@ from torch.utils import _pytree as pytree
 
 from . import _C
 from .buffer import find_buffer
+from .checks import require_dtypes
+from .choices import Mode
 
 
 class Layout(enum.IntEnum):
@@ -39,12 +41,24 @@ class Quant(enum.IntEnum):
 
 LAYOUTS = {layout.name.lower(): layout for layout in Layout}
 EXACT = -1  # the capacity of a dispatch of exact sizes, as the ops take it
+_MOST_TOLD = 64
 _QUANT_GROUP = 128  # elements that share a scale
 DEFAULT = _C.DEFAULT_CAPACITY  # the same, of as many rows as always suffice
 QUANTS = {None: Quant.NONE} | {quant.name.lower(): quant for quant in Quant if quant}
 
 
-@dataclass(slots=True, eq=False)  # not frozen: a frozen one takes three times as long to make
+def tensor_told(tensor: torch.Tensor | None, has_numbers: bool = False) -> str:
+    """A tensor for a ``repr``: dtype and shape, as rows may be uninitialised and many; or the numbers, if few."""
+    if tensor is None:
+        return "None"
+    has_numbers = has_numbers and type(tensor) is torch.Tensor and not tensor.is_meta  # a compiler's has none
+    is_waited_for = tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+    if has_numbers and not is_waited_for and tensor.numel() <= _MOST_TOLD:
+        return str(tensor.tolist())
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+@dataclass(slots=True, eq=False, repr=False)  # not frozen: a frozen one takes three times as long to make
 class Handle:
     """The routing of one dispatch, for any number of combines. Plain data: one or two int32 tensors, and numbers.
 
@@ -68,10 +82,15 @@ class Handle:
     layout: Layout
     capacity: int
     num_ranks: int
-    mode: str = "ll"
+    mode: Mode = "ll"
     slots: torch.Tensor | None = None
     alignment: int = 1
     weights: torch.Tensor | None = None
+
+    def __repr__(self) -> str:
+        sizes = ("num_tokens", "topk", "num_experts", "max_tokens", "num_ranks", "capacity", "alignment")
+        numbers = ", ".join(f"{name}={getattr(self, name)}" for name in sizes)
+        return f"Handle(mode={self.mode!r}, layout={self.layout.name.lower()!r}, {numbers})"
 
     @property
     def buffer(self) -> str:
@@ -94,7 +113,7 @@ def require_handle(handle: object) -> None:
         raise TypeError(f"handle is a {type(handle).__name__}, must be the handle of a dispatch's output")
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class DispatchOutput:
     """Rows received for the experts of this rank. L local experts, R ranks, M max_tokens, N rows, K top-k, H hidden.
 
@@ -156,12 +175,21 @@ class DispatchOutput:
         out._info = info
         return out
 
+    def __repr__(self) -> str:
+        """Of rows dtypes and shapes alone. Counts on a GPU are waited for, as in the ``repr`` of a tensor."""
+        rows = {"x": self.x, "scales": self.scales, "topk_idx": self.topk_idx, "weights": self.weights}
+        fields = [f"{name}={tensor_told(each)}" for name, each in rows.items() if each is not None]
+        fields += [f"extra {i}={tensor_told(each)}" for i, each in enumerate(self.extra)]
+        fields += [f"{name}={tensor_told(getattr(self, name), True)}" for name in ("counts", "overflow")]
+        return f"DispatchOutput({', '.join(fields)}, handle={self.handle!r})"
+
     def dequantized(self, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """The rows that ``quant`` has made FP8, times their scales, in ``dtype``: of x's shape.
 
         Its gradient goes to the tokens as if they had not been quantised (straight through). Rows that do not exist are
         unspecified, as in x. ValueError for rows that were not quantised here.
         """
+        require_dtypes(dtype=dtype)
         groups = (self.x.shape[-1] + _QUANT_GROUP - 1) // _QUANT_GROUP
         if self.x.dtype != torch.float8_e4m3fn or self.scales is None:
             raise ValueError(f"x is {self.x.dtype}: only rows that dispatch has quantised can be dequantized")

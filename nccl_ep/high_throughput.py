@@ -12,9 +12,10 @@ from torch.compiler import is_dynamo_compiling
 from . import _C
 from .buffer import Buffer, empty_on, find_buffer
 from .checks import error_of, require_extras, require_on, require_tensors
+from .choices import QuantName
 from .config import Numbers, cached_numbers
 from .errors import UsageError
-from .handle import EXACT, DispatchOutput, Handle, require_handle
+from .handle import EXACT, DispatchOutput, Handle, require_handle, tensor_told
 
 _ops = torch.ops.nccl_ep
 _ht_dispatch, _ht_dispatch_out = _ops.ht_dispatch.default, _ops.ht_dispatch_out.default  # look-ups spared
@@ -26,13 +27,17 @@ _GIVEN = tuple(
 )
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Payload:
     """What a cached dispatch moved: x, scales and extra as in ``DispatchOutput``."""
 
     x: torch.Tensor
     scales: torch.Tensor | None
     extra: tuple[torch.Tensor, ...] = ()
+
+    def __repr__(self) -> str:
+        extra = ", ".join(map(tensor_told, self.extra))
+        return f"Payload(x={tensor_told(self.x)}, scales={tensor_told(self.scales)}, extra=({extra}))"
 
 
 def route_and_send(call: Any, out: DispatchOutput | None) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
@@ -114,7 +119,7 @@ def dispatch_cached(
     *,
     extra: Sequence[torch.Tensor] = (),
     scales: torch.Tensor | None = None,
-    quant: str | None = None,
+    quant: QuantName | None = None,
     zero_padding: bool = False,
     out: Payload | None = None,
     num_sms: int = 0,

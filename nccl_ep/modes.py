@@ -5,13 +5,16 @@ csrc/runtime/policy.h has the rule, and says why.
 
 from __future__ import annotations
 
-from . import _C
+from typing import get_args
 
-MODES = ("ll", "ht", "auto")
+from . import _C
+from .choices import Exact, Mode
+
+MODES: tuple[Mode, ...] = get_args(Mode)
 AUTO_LL_BYTES = _C.AUTO_LL_BYTES
 
 
-def choose_mode(max_tokens: int, row_bytes: int, topk: int, num_ranks: int, capacity: int | str | None) -> str:
+def choose_mode(max_tokens: int, row_bytes: int, topk: int, num_ranks: int, capacity: int | Exact | None) -> Mode:
     """ "ll" or "ht", from what is equal on all ranks of a call: never from the tokens that this rank happens to have.
 
     ``row_bytes``: of a row of x. Exact sizes are HT's.

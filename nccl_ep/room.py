@@ -7,7 +7,16 @@ from typing import NamedTuple
 import torch
 
 from . import _C
-from .checks import MAX_ROW_BYTES, require_dtypes, require_int32, require_integers, require_within, row_bytes_of
+from .checks import (
+    MAX_ROW_BYTES,
+    MAX_TOPK,
+    require_dtypes,
+    require_int32,
+    require_integers,
+    require_within,
+    row_bytes_of,
+)
+from .choices import Mode
 from .modes import MODES, auto_ll_tokens
 
 MIN_LL_BYTES = 1 << 20
@@ -53,9 +62,10 @@ class Room(NamedTuple):
     ht: HtSizes | None = None
     max_tokens: int | None = None  # default of dispatch
     ll_max_tokens: int | None = None  # mode="auto" takes low latency up to here; None: where it always may
+    made_with: str = ""  # the sizes that the caller gave, as "name=value, name=value": errors tell them
 
     @property
-    def mode(self) -> str:
+    def mode(self) -> Mode:
         return "ll" if self.ht is None else "auto" if any(self.ll) else "ht"
 
 
@@ -75,7 +85,7 @@ def room_for_shapes(
     dtype: torch.dtype,
     wire_dtype: torch.dtype | None,
     scale_bytes: int | None,
-    mode: str,
+    mode: Mode,
     arena_bytes: int | None,
     device_type: str,
 ) -> Room:
@@ -83,6 +93,7 @@ def room_for_shapes(
     if mode not in MODES:
         raise ValueError(f"mode is {mode!r}, must be one of {', '.join(MODES)}")
     require_int32(max_tokens=max_tokens, topk=topk, num_experts=num_experts, domain_size=domain_size)
+    require_within(1, MAX_TOPK, topk=topk)
     require_dtypes(dtype=dtype, wire_dtype=wire_dtype or dtype)
     bytes_of_x = row_bytes_of(hidden, dtype)
     if scale_bytes is None:
@@ -103,4 +114,13 @@ def room_for_shapes(
             raise ValueError(f"arena_bytes is {arena_bytes}, must not be negative")
         shape = (num_ranks, domain_size, num_experts, topk, max_tokens)
         ht = HtSizes(*_C.ht_sizes_for(*shape, row_bytes, home_bytes, arena_bytes))
-    return Room(ll, ht, max_tokens, ll_tokens if mode == "auto" else None)
+    made_with = sizes_told(
+        max_tokens=max_tokens, hidden=hidden, topk=topk, num_experts=num_experts, dtype=dtype,
+        wire_dtype=wire_dtype or dtype, scale_bytes=scale_bytes, mode=mode, arena_bytes=arena_bytes or 0,
+    )  # fmt: skip
+    return Room(ll, ht, max_tokens, ll_tokens if mode == "auto" else None, made_with)
+
+
+def sizes_told(**sizes: object) -> str:
+    """Sizes as ``Room.made_with`` has them."""
+    return ", ".join(f"{name}={size}" for name, size in sizes.items())

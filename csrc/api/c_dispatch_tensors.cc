@@ -108,7 +108,7 @@ void check_inputs(const DispatchCall& call, const ncclEpHandle& handle, int num_
   if (call.weights) check_tensor(call.weights, "topk_weights", NCCL_EP_FLOAT32, {num_tokens, handle.shape.topk});
   if (call.scales) {
     check_data(call.scales, "scales");
-    EP_CHECK(call.options.quant == Quant::kNone, "scales given together with quant ", ep::name_of(call.options.quant));
+    check_scales(call.options.quant, true);
   }
   for (int i = 0; i < NCCL_EP_MAX_EXTRA; i++) {
     if (call.extra[i]) check_rows(call.extra[i], kExtraNames[i]);

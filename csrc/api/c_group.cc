@@ -100,6 +100,10 @@ GroupConfig to_group_config(const ncclEpGroupConfig_t& config, int num_ranks) {
   result.masks_late_ranks = config.enable_mask != 0;
   result.ll_network = static_cast<LlNetwork>(config.ll_network);
   result.device_index = config.device;
+  result.made_with =
+      concat("max_tokens=", config.max_tokens, ", topk=", config.topk, ", num_experts=", config.num_experts,
+             ", max_token_bytes=", config.max_token_bytes, ", max_combine_row_bytes=", config.max_combine_row_bytes,
+             ", algorithm=", config.algorithm, ", arena_bytes=", config.arena_bytes);
   return result;
 }
 

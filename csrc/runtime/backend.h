@@ -57,6 +57,8 @@ class Backend {
 
   // How the buffer failed, if it did: asked at every call, hence no call of CUDA.
   virtual Failure failure() const = 0;
+  // Whether kernels have found expert ids out of range since they were last taken: asked likewise.
+  virtual bool has_invalid_ids() const { return false; }
   // What the device has found so far. `take_invalid_ids` forgets them.
   virtual Report report(bool take_invalid_ids) = 0;
   // A tagged word of the own window as it is now: for telling a failure, so it may be slow.

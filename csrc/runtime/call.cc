@@ -15,8 +15,8 @@ bool auto_is_ht(int64_t max_tokens, int64_t row_bytes, int64_t topk, int64_t num
 DispatchCall::Checked DispatchCall::check(int num_ranks) const {
   const OutputLayout layout = config.layout;
   EP_CHECK(max_tokens, "max_tokens is not given, and the buffer was made without it");
-  EP_CHECK(config.num_experts >= 1 && config.num_experts % num_ranks == 0, config.num_experts,
-           " experts do not divide over ", num_ranks, " ranks");
+  EP_CHECK(config.num_experts >= 1 && config.num_experts % num_ranks == 0, "num_experts is ", config.num_experts,
+           ", and ", config.num_experts, " experts do not divide over ", num_ranks, " ranks");
   EP_CHECK(config.alignment == 1 || layout == OutputLayout::kPacked, "expert_alignment is ", config.alignment,
            ", but layout ", name_of(layout), " has no alignment");
   EP_CHECK(config.alignment >= 1, "expert_alignment is ", config.alignment, ", must be at least 1");
@@ -33,13 +33,14 @@ int64_t DispatchCall::check_capacity(bool is_ht, int num_ranks, const DispatchCo
   const OutputLayout layout = config.layout;
   if (is_exact) {
     EP_CHECK(is_ht && layout != OutputLayout::kExpertMajor,
-             "capacity \"exact\" is for high throughput and not for expert_major: ", kModeNames[is_ht ? 1 : 0], ", ",
-             name_of(layout));
+             "capacity \"exact\" is for high throughput and not for expert_major: mode is \"",
+             kModeNames[is_ht ? 1 : 0], "\", layout \"", name_of(layout), "\"");
     return kExactCapacity;
   }
   if (!capacity) {
     EP_CHECK(!is_ht || layout != OutputLayout::kExpertMajor,
-             "expert_major needs a capacity in high throughput: R * max_tokens rows an expert are too many");
+             "layout expert_major needs a capacity in high throughput: give capacity=, rows of an expert at most, or "
+             "layout=\"packed\"");
     return default_capacity_of(num_ranks, checked);
   }
   EP_CHECK(*capacity >= 0, "capacity is ", *capacity, ", must not be negative");

@@ -32,6 +32,11 @@ inline void check_quant(Quant quant, DType dtype) {
            name_of(dtype), ": only bf16 and fp16 are quantised");
 }
 
+inline void check_scales(Quant quant, bool are_given) {
+  EP_CHECK(quant == Quant::kNone || !are_given, "scales given together with quant ", name_of(quant),
+           ", which makes its own: give one of the two");
+}
+
 inline void check_output(const OutputShape& output) {
   EP_CHECK(output.capacity >= 0 && output.capacity <= INT32_MAX, "capacity is ", output.capacity, ", must be 0 to ",
            INT32_MAX);
@@ -45,6 +50,8 @@ template <class Params>
 void check_combined_types(const Params& p) {
   const DType in = p.dtype, wire = p.options.wire_dtype, out = p.options.out_dtype;
   const bool is_block = is_block_format(wire);
+  EP_CHECK(in != DType::kF8E4M3, "combine adds up no ", name_of(in),
+           " rows: they must be bf16, fp16 or fp32, as out.dequantized() makes them (C: times their scales)");
   EP_CHECK(is_float(in) && is_float(out) && (is_block || is_float(wire)), "combine adds up ", name_of(in), " rows to ",
            name_of(out), " over a ", name_of(wire), " wire: all three must be bf16, fp16 or fp32");
   EP_CHECK(!is_block || (in == out && out != DType::kF32), "combine adds up ", name_of(in), " rows to ", name_of(out),

@@ -113,11 +113,15 @@ std::string describe(const Failure& failure, int rank, double timeout_seconds) {
                   " of local expert ", failure.peer, "'s rows in ", kind, " ", failure.epoch, " (expected ",
                   static_cast<uint32_t>(failure.expected), ", saw ", static_cast<int32_t>(failure.seen), ")");
   }
-  std::string text = concat(waited(failure, rank, timeout_seconds), " for the ", name_of(failure.awaited), " of ",
-                            failure.peer < 0 ? "all ranks" : concat("rank ", failure.peer), " in ", kind, " ",
-                            failure.epoch, " (expected ", failure.expected, ", saw ", failure.seen, ")");
-  if (failure.missing != 0)
+  std::string text =
+      concat(waited(failure, rank, timeout_seconds), " for the ", name_of(failure.awaited), " of ",
+             failure.peer < 0 ? "all ranks" : concat("rank ", failure.peer), " in ", kind, " ", failure.epoch);
+  if (failure.expected != failure.seen) text += concat(" (expected ", failure.expected, ", saw ", failure.seen, ")");
+  if (failure.missing != 0) {
     text += concat("; nothing of this call was heard from rank ", missing_ranks(failure.missing));
+  } else if (failure.code == Failure::kTimeout && failure.kind == Kind::kCombine) {
+    text += "; do all ranks combine with the handle of the same dispatch?";
+  }
   return text;
 }
 

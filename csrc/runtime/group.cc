@@ -1,6 +1,7 @@
 #include "runtime/group.h"
 
 #include <algorithm>
+#include <string_view>
 
 #include "base/check.h"
 #include "base/testing.h"
@@ -18,6 +19,8 @@ namespace {
 constexpr int kWindowTopk = 8;
 constexpr int kWireVersion = 11;            // changes with the bytes that ranks exchange
 constexpr double kMaxTimeoutSeconds = 1e9;  // clocks count nanoseconds in 64 bits
+
+constexpr const char* kIdsQuestion = "Does num_experts count the experts of all ranks?";
 
 void check_timeout(double seconds) {
   EP_CHECK(seconds > 0 && seconds <= kMaxTimeoutSeconds, "timeout is ", seconds, " s, must be positive and at most ",
@@ -81,6 +84,7 @@ Group::Group(Bootstrap& given, const GroupConfig& config, BackendFactory make_ba
   agreement.add("the kind of device", config.device_kind());
   agreement.add("the domain size", config.domain_size);
   agreement.ask(kOrderQuestion);
+  agreement.explain(config.made_with);
   agreement.add("the bytes of routing in a bank", config.sizes.tagged_bytes);
   agreement.add("the bytes of dispatched rows in a bank", config.sizes.row_bytes[0]);
   agreement.add("the bytes of combined rows in a bank", config.sizes.row_bytes[1]);
@@ -109,7 +113,12 @@ Group::Group(Bootstrap& given, const GroupConfig& config, BackendFactory make_ba
   HtSizes ht_sizes = config.ht_sizes;
   ht_sizes.rail_domain_size = sizes.rail_domain_size;
   window_ = Window::make(topology_.num_ranks, sizes, ht_sizes);
-  backend_ = make_backend(bootstrap, topology_, window_, config_);
+  try {
+    backend_ = make_backend(bootstrap, topology_, window_, config_);
+  } catch (const Error& error) {
+    if (!std::string_view(error.what()).starts_with("no memory for a window")) throw;
+    with_room([&error] { throw error; });
+  }
 }
 
 Group::~Group() { destroy(); }
@@ -214,9 +223,26 @@ std::optional<OpHeader> Group::find_header(Backend& backend, int source, Kind ki
 
 void Group::check() {
   require_usable();
+  throw_invalid_ids();
+}
+
+void Group::throw_invalid_ids() {
   const InvalidIds ids = backend()->report(true).invalid_ids;
   EP_CHECK(ids.count == 0, ids.count, " expert ids out of range since the last check, the first is ", ids.value,
-           " at token ", ids.token, ", k ", ids.k, "; they were taken as -1");
+           " at token ", ids.token, ", k ", ids.k, "; they were taken as -1, no expert. ", kIdsQuestion);
+}
+
+void Group::require_valid_ids() {
+  if (config_.raises_invalid_ids && backend()->has_invalid_ids()) throw_invalid_ids();
+}
+
+void Group::check_ids(const Shape& shape, const void* ids, bool is_idx64, int num_tokens) const {
+  if (!config_.raises_invalid_ids || !trusts_handles()) return;
+  for (int64_t i = 0; i < static_cast<int64_t>(num_tokens) * shape.topk; i++) {
+    const int64_t id = is_idx64 ? static_cast<const int64_t*>(ids)[i] : static_cast<const int32_t*>(ids)[i];
+    EP_CHECK(id == -1 || shape.valid(id), "topk_idx[", i / shape.topk, ", ", i % shape.topk, "] is ", id,
+             ", must be 0 to ", shape.num_experts - 1, ", or -1 for no expert. ", kIdsQuestion);
+  }
 }
 
 void Group::check_phase(Kind kind, Phase phase, const char* call) const {
@@ -243,6 +269,11 @@ Shape Group::own_shape(const Shape& shape) const {
 template <class Params>
 void Group::begin(Params& p) {
   require_usable();
+  if constexpr (requires { p.phase; }) {
+    if (sends(p.phase)) require_valid_ids();
+  } else {
+    require_valid_ids();
+  }
   require_ll();
   p.shape = own_shape(p.shape);
   check_tokens(p.num_tokens, p.shape);
@@ -260,7 +291,7 @@ void Group::prepare(LlDispatchParams& p) {
   check_output(p.output);
   const bool quantises = p.options.quant != Quant::kNone;
   check_quant(p.options.quant, p.dtype);
-  EP_CHECK(!quantises || p.scales.data == nullptr, "scales given together with quant ", name_of(p.options.quant));
+  check_scales(p.options.quant, p.scales.data != nullptr);
   check_row_bytes(static_cast<int64_t>(p.hidden) * (quantises ? 1 : size_of(p.dtype)), "a row");
   p.row.payload_bytes = p.hidden * (quantises ? 1 : size_of(p.dtype));
   const int64_t scale_bytes = static_cast<int64_t>(p.out_scales.count) * p.out_scales.element_bytes;
@@ -269,14 +300,15 @@ void Group::prepare(LlDispatchParams& p) {
   p.scales.row_stride = usable_stride(p.num_tokens, p.scales.row_stride);
   p.scales.group_stride = usable_stride(p.scales.count, p.scales.group_stride);
   p.row.is_keyed = !quantises && (!is_float(p.dtype) || p.row.scale_bytes > 0);
-  p.offsets = LlOffsets::make(window_, Kind::kDispatch, p.shape, p.row);
+  p.offsets = with_room([&] { return LlOffsets::make(window_, Kind::kDispatch, p.shape, p.row); });
   p.header = header_of(pack_operation(Operation::kDispatch, p.dtype, p.options.quant, p.dtype), p.hidden, p.shape,
                        p.row.scale_bytes, p.num_tokens);
 }
 
 void Group::check_opaque_rows(const Shape& shape, int64_t row_bytes) const {
   check_row_bytes(row_bytes, "a row");
-  LlOffsets::make(window_, Kind::kDispatch, own_shape(shape), RowFormat{static_cast<int>(row_bytes), 0, true});
+  const RowFormat row{static_cast<int>(row_bytes), 0, true};
+  with_room([&] { return LlOffsets::make(window_, Kind::kDispatch, own_shape(shape), row); });
 }
 
 void Group::dispatch(LlDispatchParams& p, void* stream) {
@@ -286,6 +318,7 @@ void Group::dispatch(LlDispatchParams& p, void* stream) {
 
 void Group::run(LlDispatchParams& p, void* stream) {
   check_phase(Kind::kDispatch, p.phase, "dispatch");
+  if (sends(p.phase)) check_ids(p.shape, p.topk_idx, p.is_idx64, p.num_tokens);
   Range range(config_.name, name_of(Kind::kDispatch, p.phase), call_number(Kind::kDispatch, p.phase));
   backend()->dispatch(p, stream);
   note_phase(Kind::kDispatch, p.phase);
@@ -325,7 +358,7 @@ void Group::combine(LlCombineParams& p, void* stream) {
   const RowFormat unweighted{wire_row_bytes(p.dtype, p.hidden), 0, false};
   p.sends_unweighted = sends_unweighted(p, unweighted);
   p.row = p.sends_unweighted ? unweighted : RowFormat{wire_row_bytes(p.options.wire_dtype, p.hidden), 0, false};
-  p.offsets = LlOffsets::make(window_, Kind::kCombine, p.shape, p.row);
+  p.offsets = with_room([&] { return LlOffsets::make(window_, Kind::kCombine, p.shape, p.row); });
   check_signals(p);
   const Operation operation = p.sends_unweighted                        ? Operation::kCombineUnweighted
                               : p.options.weighting == Weighting::kHome ? Operation::kCombineWeighted
@@ -342,7 +375,7 @@ void Group::combine(LlCombineParams& p, void* stream) {
 void Group::combine_weights(LlCombineWeightsParams& p, void* stream) {
   begin(p);
   if (trusts_handles()) check_handle(p.handle, p.output, p.shape, p.num_tokens);
-  p.offsets = LlOffsets::make(window_, Kind::kCombine, p.shape, RowFormat{});
+  p.offsets = with_room([&] { return LlOffsets::make(window_, Kind::kCombine, p.shape, RowFormat{}); });
   p.header = header_of(pack_operation(Operation::kCombineWeights, DType::kF32, Quant::kNone, DType::kF32), 0, p.shape,
                        0, p.num_tokens);
   check_phase(Kind::kCombine, Phase::kFused, "combine");

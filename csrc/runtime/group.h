@@ -23,9 +23,11 @@ struct GroupConfig {
   HtSizes ht_sizes;
   double timeout_seconds = 100;  // at first
   uint64_t network_seed = 0;
-  bool masks_late_ranks = false;  // a rank that is late in low latency is masked, and does not fail the buffer
-  int device_index = -1;          // CUDA device; -1: the CPU
-  bool has_rail = false;          // several domains are GPUs, whose kernels cross them
+  bool masks_late_ranks = false;    // a rank that is late in low latency is masked, and does not fail the buffer
+  bool raises_invalid_ids = false;  // expert ids out of range are refused: on the host at once, else by the next call
+  std::string made_with;            // for errors: the sizes that the caller gave, as "name=value, name=value"
+  int device_index = -1;            // CUDA device; -1: the CPU
+  bool has_rail = false;            // several domains are GPUs, whose kernels cross them
   LlNetwork ll_network = LlNetwork::kAuto;
   ncclComm* nccl_comm = nullptr;  // the caller's, on which windows are made; null: one of our own
   const char* device_kind() const { return device_index < 0 ? "cpu" : "cuda"; }
@@ -110,6 +112,21 @@ class Group {
   template <class Params>
   void begin(Params& p);  // what every operation of low latency checks first
   void require_ll() const;
+  // Throws ids out of range that kernels have found, if the caller wants to hear of them by himself.
+  void require_valid_ids();
+  void throw_invalid_ids();
+  // Of a dispatch, before anything is sent, where the host can read them.
+  void check_ids(const Shape& shape, const void* ids, bool is_idx64, int num_tokens) const;
+  // What `make` returns; where the window is too small, the error tells what the buffer was made with.
+  template <class Make>
+  auto with_room(Make make) const {
+    try {
+      return make();
+    } catch (const Error& error) {
+      raise(error.kind(), error.what(), config_.made_with.empty() ? "" : "; the buffer was made with ",
+            config_.made_with);
+    }
+  }
   bool sends_unweighted(const LlCombineParams& params, const RowFormat& row) const;
   void check_signals(const LlCombineParams& params) const;
   void require_ht();

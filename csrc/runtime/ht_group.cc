@@ -61,6 +61,7 @@ void Group::require_ht() {
 
 void Group::prepare(HtDispatchParams& p) {
   require_ht();
+  if (p.variant != HtVariant::kSend) require_valid_ids();  // which is the second part of a dispatch of all ranks
   p.options.check(Modes::kHt);
   p.shape = own_shape(p.shape);
   // Counts may be of any number of tokens: then all ranks see that it is too much for one of them.
@@ -79,7 +80,7 @@ void Group::prepare(HtDispatchParams& p) {
     if (i > 0 && p.num_parts > 2) order = OpHeader::hash_order(order, p.parts[i].bytes);
     row.add(p.parts[i].bytes);
   }
-  p.offsets = HtOffsets::make(window_.ht, Kind::kDispatch, topology_, p.shape, row);
+  p.offsets = with_room([&] { return HtOffsets::make(window_.ht, Kind::kDispatch, topology_, p.shape, row); });
   p.header = header_of(pack_operation(operation_of(p.variant), p.dtype, p.options.quant, p.dtype), p.hidden, p.shape,
                        static_cast<int>(extra_bytes | order << OpHeader::kMetadataBits), p.num_tokens);
 }
@@ -90,6 +91,7 @@ void Group::dispatch(HtDispatchParams& p, void* stream) {
 }
 
 void Group::run(HtDispatchParams& p, void* stream) {
+  if (routes(p.variant)) check_ids(p.shape, p.topk_idx, p.is_idx64, p.num_tokens);
   for (int i = 0; i < p.num_parts && sends_rows(p.variant); i++) {
     p.parts[i].out_offset = offset_of(p.parts[i].out, static_cast<uint64_t>(p.output.rows()) * p.parts[i].bytes);
   }
@@ -103,6 +105,7 @@ void Group::run(HtDispatchParams& p, void* stream) {
 
 void Group::combine(HtCombineParams& p, void* stream) {
   require_ht();
+  require_valid_ids();
   p.options.check(Modes::kHt);
   p.shape = own_shape(p.shape);
   check_tokens(p.num_tokens, p.shape);
@@ -117,7 +120,7 @@ void Group::combine(HtCombineParams& p, void* stream) {
   }
   if (p.has_values) row.add(p.shape.topk * 4);
   EP_CHECK(row.num_parts > 0, "a combine of neither rows nor scalars");
-  p.offsets = HtOffsets::make(window_.ht, Kind::kCombine, topology_, p.shape, row);
+  p.offsets = with_room([&] { return HtOffsets::make(window_.ht, Kind::kCombine, topology_, p.shape, row); });
   const Operation operation = !p.has_rows()                             ? Operation::kHtCombineWeights
                               : p.options.weighting == Weighting::kHome ? Operation::kHtCombineWeighted
                                                                         : Operation::kHtCombine;

@@ -136,8 +136,8 @@ def test_a_handle_of_another_buffer_is_refused() -> None:
     ("options", "text"),
     [
         ({"num_experts": 5, "group": ThreadGroup.make(2)[0]}, "5 experts do not divide over 2 ranks"),
-        ({"topk": 33}, "top-k is 33, must be 1 to 32"),
-        ({"topk": 0}, "top-k is 0"),
+        ({"topk": 33}, "topk is 33, must be 1 to 32"),
+        ({"topk": 0}, "topk is 0"),
         ({"max_tokens": 0}, "max_tokens is 0, must be at least 1"),
         ({"timeout": 0.0}, "timeout is 0 s, must be positive"),
         ({"timeout": float("nan")}, "timeout is nan s"),
@@ -181,7 +181,7 @@ def test_a_window_that_is_too_small() -> None:
 def test_a_window_made_for_bf16_names_what_makes_room_for_fp32(mode: str) -> None:
     x, ids = torch.ones(8, 512, dtype=torch.bfloat16), torch.zeros(8, 1, dtype=torch.int64)
     sizes = {"max_tokens": 8, "hidden": 512, "topk": 1, "num_experts": 1, "scale_bytes": 0, "device": "cpu"}
-    text = "the window is too small .*; wire_dtype of for_shapes, by default its dtype .* makes the room"
+    text = "the window is too small .*; the buffer was made with .*, dtype=torch.bfloat16, wire_dtype=torch.bfloat16, "
     with nccl_ep.Buffer.for_shapes(None, **sizes, mode=mode) as buffer:
         out = nccl_ep.dispatch(x, ids, buffer=buffer, num_experts=1, mode=mode, layout="flat")
         with pytest.raises(ValueError, match=text):

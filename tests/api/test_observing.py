@@ -48,7 +48,7 @@ def test_stats_count_what_was_done() -> None:
 
 def test_stats_count_dropped_rows_and_invalid_ids() -> None:
     x, ids = torch.ones(3, 64).bfloat16(), torch.tensor([[0, 5], [0, -2], [0, -1]])
-    with nccl_ep.Buffer.for_shapes(None, **SIZES) as buffer:
+    with nccl_ep.Buffer.for_shapes(None, **SIZES, on_invalid_ids="count") as buffer:
         for _ in range(2):
             nccl_ep.dispatch(x, ids, buffer=buffer, num_experts=2, capacity=2)
         assert (buffer.stats()["dropped_rows"], buffer.stats()["invalid_ids"]) == (2, 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import nccl_ep
 from nccl_ep import reference
 from tests.contract.bits import MODES
 from tests.contract.world import Rank, World
-from tests.support.expected import Expected
+from tests.support.expected import Expected, run_case
 from tests.support.harness import synchronize
 
 COUNTERS = {"ll": ("dispatches", "combines"), "ht": ("ht_dispatches", "ht_combines")}
@@ -36,6 +37,10 @@ class Counts:
     @pytest.mark.parametrize("mode", [*MODES, "exact"])
     def test_ids_out_of_range_are_reported_once(self, mode: str) -> None:
         self.world.run(reports_ids_once, mode)
+
+    @pytest.mark.parametrize("mode", [*MODES, "exact"])
+    def test_ids_out_of_range_raise_by_default(self, mode: str) -> None:
+        self.world.run(raises_ids_once, mode)
 
     @pytest.mark.parametrize("mode", MODES)
     def test_overflow_raises_where_asked(self, mode: str) -> None:
@@ -140,6 +145,29 @@ def reports_ids_once(rank: Rank, mode: str) -> None:
         if is_bad:
             with pytest.raises(ValueError, match=r"^2 expert ids .* the first is "):
                 buffer.check()
+        buffer.check()
+
+
+def raises_ids_once(rank: Rank, mode: str) -> None:
+    """On the rank that has them: before anything is sent where the host can read ids, else by the next call."""
+    case, wrong = rank.case(), 2 * rank.size + 4
+    how: dict[str, Any] = {"mode": "ht", "capacity": "exact"} if mode == "exact" else {"mode": mode}
+    is_bad = rank.number == rank.size - 1
+    with rank.buffer(case.case, on_invalid_ids="raise") as buffer:
+        given = _good_and_bad(case, {(3, 1): wrong} if is_bad else {}, buffer)
+        if buffer.stats()["backend"] == "cpu":
+            text, call = rf"^topk_idx\[3, 1\] is {wrong}, must be 0 to ", partial(case.send, buffer, given, **how)
+        else:
+            out = case.send(buffer, given, **how)
+            synchronize(buffer.device)
+            text, call = rf"^1 expert ids .* the first is {wrong} at token 3, k 1;", partial(case.send, buffer, **how)
+            assert out.handle.mode == how["mode"]
+        if is_bad:
+            with pytest.raises(ValueError, match=text):
+                call()
+        case.check_dispatch(case.send(buffer, mode=how["mode"]), rank.number)
+        run_case(case, buffer, mode=how["mode"])
+        assert buffer.stats()["invalid_ids"] == 0
         buffer.check()
 
 

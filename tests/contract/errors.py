@@ -54,7 +54,7 @@ REFUSED: dict[str, Refused] = {
     "odd rows": (lambda s: s.dispatch(**{**s.tokens(1), "x": s.tokens(1)["x"][:, :4].contiguous()}), ValueError,
                  "must be a multiple of 16"),
     "ids dtype": (lambda s: s.dispatch(**{**s.tokens(1), "topk_idx": torch.zeros(1, 3, device=s.buffer.device)}),
-                  ValueError, "topk_idx is Float, must be"),
+                  ValueError, "topk_idx is torch.float32, must be"),
     "too many tokens": (lambda s: s.dispatch(**s.tokens(9)), ValueError, "9 tokens, but max_tokens is 8"),
     "odd experts": (lambda s: s.dispatch(num_experts=2 * s.buffer.num_ranks + 1), ValueError, "do not divide over"),
     "capacity": (lambda s: s.dispatch(capacity=-3), ValueError, "capacity is -3, must not be negative"),

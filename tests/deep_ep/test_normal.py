@@ -202,7 +202,8 @@ def test_a_buffer_with_two_windows_is_one_buffer() -> None:
     """Findings, counters, deadline and end are of both; low latency goes on in the first, with a send open too."""
     low = low_latency_case(1, hidden=128)
     hint = deep_ep.Buffer.get_low_latency_rdma_size_hint(8, 128, 1, 2)
-    with normal_buffer(None, 20_000, num_rdma_bytes=hint, low_latency_mode=True) as buffer:
+    how = {"num_rdma_bytes": hint, "low_latency_mode": True, "on_invalid_ids": "count"}
+    with normal_buffer(None, 20_000, **how) as buffer:
 
         def dispatch(ids: torch.Tensor) -> None:
             per_rank, _, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(ids, 2)

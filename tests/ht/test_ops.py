@@ -133,7 +133,7 @@ def test_opcheck_passes_for_carriers_of_gradients(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("ids", "numbers", "message"),
     [
-        (torch.zeros(2, 3), (1, 1, 4), "topk_idx is Float, must be Int"),
+        (torch.zeros(2, 3), (1, 1, 4), "topk_idx is torch.float32, must be torch.int32"),
         (torch.zeros(3, dtype=torch.int64), (1, 1, 4), "topk_idx has 1 dimensions"),
         (torch.zeros(2, 3, dtype=torch.int64), (4, 3, 12), "4 ranks in 3 domains"),
         (torch.zeros(2, 3, dtype=torch.int64), (0, 1, 12), "0 ranks in 1 domains"),
@@ -202,7 +202,11 @@ def test_a_cached_dispatch_into_given_tensors_has_the_same_bits(layout: str, qua
 BAD_OUTPUTS = [
     ("too few", lambda x, x1, scales: ([x], scales), "1 output tensors for 2"),
     ("rows", lambda x, x1, scales: ([x[1:], x1], scales), r"out_x has shape \[7, 640\], must be \[8, 640\]"),
-    ("dtype", lambda x, x1, scales: ([x.view(torch.int8), x1], scales), "out_x is Char, must be Float8_e4m3fn"),
+    (
+        "dtype",
+        lambda x, x1, scales: ([x.view(torch.int8), x1], scales),
+        "out_x is torch.int8, must be torch.float8_e4m3fn",
+    ),
     ("extra rows", lambda x, x1, scales: ([x, x1[1:]], scales), r"out_x has shape \[7, 8\], must be \[8, 8\]"),
     ("extra strides", lambda x, x1, scales: ([x, torch.zeros(8, 16)[:, ::2]], scales), "is not contiguous"),
     ("address", lambda x, x1, scales: ([x, torch.zeros(66)[2:].view(8, 8)], scales), "not aligned to 16 bytes"),

@@ -58,7 +58,7 @@ BAD: list[Bad] = [
     ("capacity", lambda s: s.dispatch(capacity="all"), ValueError, "capacity is 'all', must be a number, None or"),
     ("exact in LL", lambda s: s.dispatch(mode="ll", capacity="exact"), ValueError, 'capacity "exact" is for high'),
     ("exact expert_major", lambda s: s.dispatch(layout="expert_major", capacity="exact"), ValueError,
-     "not for expert_major: ht, expert_major"),
+     'not for expert_major: mode is "ht", layout "expert_major"'),
     ("expert_major", lambda s: s.dispatch(layout="expert_major"), ValueError, "expert_major needs a capacity"),
     ("negative capacity", lambda s: s.dispatch(capacity=-2), ValueError, "capacity is -2, must not be negative"),
     ("halves", lambda s: nccl_ep.dispatch_send(s.x, s.ids, buffer=s.buffer, num_experts=EXPERTS, mode="ht",
@@ -100,7 +100,8 @@ BAD: list[Bad] = [
     ("handle topk", lambda s: s.cached(handle=s.handle(s.packed, topk=7)), ValueError, "route has shape"),
     ("handle slots", lambda s: s.cached(handle=s.handle(s.flat, slots=s.packed.handle.slots)), ValueError,
      "handle's slots has shape"),
-    ("handle slots dtype", lambda s: s.cached(handle=s.handle(s.flat, slots=s.x)), ValueError, "slots is BFloat16"),
+    ("handle slots dtype", lambda s: s.cached(handle=s.handle(s.flat, slots=s.x)), ValueError,
+     "slots is torch.bfloat16"),
     ("handle counts", lambda s: s.cached(handle=s.garbled(s.flat, 0, 99)), ValueError,
      "was changed: number of rows 0 is 99, must be 0 to 8"),
     ("handle id", lambda s: s.cached(handle=s.garbled(s.flat, 8, 4)), ValueError, "expert id 0 is 4, must be -1 to 3"),
@@ -207,7 +208,7 @@ def test_a_handle_that_points_past_a_peers_output_is_refused() -> None:
 def test_invalid_ids_are_reported() -> None:
     ids = torch.tensor([[0, 1], [4, -1], [-5, 2]])
     x = torch.ones(3, HIDDEN, dtype=torch.bfloat16)
-    with _buffer(None) as buffer:
+    with _buffer(None, on_invalid_ids="count") as buffer:
         out = nccl_ep.dispatch(x, ids, buffer=buffer, num_experts=4, mode="ht", layout="flat")
         assert out.total.tolist() == [2]
         with pytest.raises(ValueError, match=r"2 expert ids out of range .* the first is 4 at token 1, k 0"):

@@ -203,7 +203,8 @@ def test_ids_out_of_range_are_counted_once(layout: str) -> None:
     x, ids = torch.ones(2, 8), torch.tensor([[0, 9], [1, -5]])
     extra = [torch.zeros(2, 4, dtype=torch.int32) for _ in range(3)]
     sizes: dict[str, Any] = {"max_tokens": 2, "hidden": 8, "topk": 2, "num_experts": 2, "dtype": x.dtype}
-    with nccl_ep.Buffer.for_shapes(None, **sizes, device="cpu", scale_bytes=64, mode="auto") as buffer:
+    sizes |= {"scale_bytes": 64, "mode": "auto", "on_invalid_ids": "count"}
+    with nccl_ep.Buffer.for_shapes(None, **sizes, device="cpu") as buffer:
         for mode in ("ll", "ht"):
             for count in range(4):
                 nccl_ep.dispatch(

@@ -167,7 +167,7 @@ GOOD = {"row_signals": torch.ones(2, 2, dtype=torch.int32), "rows_per_signal": 4
     ("changes", "error", "text"),
     [
         ({"row_signals": [1, 1]}, TypeError, "row_signals is a list, must be a tensor"),
-        ({"row_signals": torch.ones(2, 2)}, ValueError, "row_signals is Float, must be Int"),
+        ({"row_signals": torch.ones(2, 2)}, ValueError, "row_signals is torch.float32, must be torch.int32"),
         ({"row_signals": torch.ones(2, 3, dtype=torch.int32)}, ValueError, r"has shape \[2, 3\], must be \[2, 2\]"),
         ({"row_signals": torch.ones(3, dtype=torch.int32)}, ValueError, r"has shape \[3\], must be \[2, 2\]"),
         (

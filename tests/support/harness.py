@@ -49,14 +49,21 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def case_buffer(case: Case, group: Any, **options: Any) -> nccl_ep.Buffer:
-    """A buffer of the case's sizes; between domains it has the rail. options: of ``Buffer.for_shapes``."""
+    """A buffer of the case's sizes; between domains it has the rail, and ids out of range are no choice. options: of
+    ``Buffer.for_shapes``."""
     return nccl_ep.Buffer.for_shapes(
         group,
         max_tokens=case.max_tokens,
         hidden=case.hidden,
         topk=case.topk,
         num_experts=case.num_experts,
-        **{"domain_size": case.domain_size, "ll_network": "rail", "timeout": of_living_ranks(60.0), **options},
+        **{
+            "domain_size": case.domain_size,
+            "ll_network": "rail",
+            "timeout": of_living_ranks(60.0),
+            "on_invalid_ids": "count",
+            **options,
+        },
     )
 
 

@@ -130,10 +130,16 @@ class CudaBackend : public Backend {
     return code == Failure::kNone ? Failure{} : memory_->host->failure;
   }
 
+  bool has_invalid_ids() const override {
+    return std::atomic_ref(memory_->host->has_invalid_ids).load(std::memory_order_acquire) != 0;
+  }
+
   // Waits for a copy, not for kernels.
   Report report(bool take_invalid_ids) override {
     std::lock_guard lock(mutex_);
     DeviceGuard guard(memory_->device);
+    RelaxedCapture relaxed;
+    if (take_invalid_ids) std::atomic_ref(memory_->host->has_invalid_ids).store(0, std::memory_order_release);
     const DeviceState& seen = memory_->host->mirror;
     EP_CUDA(cudaMemcpyAsync(&memory_->host->mirror, memory_->state, sizeof(DeviceState), cudaMemcpyDeviceToHost,
                             memory_->stream));

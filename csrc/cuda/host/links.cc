@@ -36,7 +36,8 @@ LlRail Links::without_blocks(const Params& params) const {
   }
   const auto need = static_cast<uint64_t>(params.shape.max_tokens) * row_bytes;
   EP_CHECK(need <= rail.rows_bytes, params.shape.max_tokens, " rows of ", row_bytes,
-           " bytes do not fit the network's part of the window, ", rail.rows_bytes, " bytes", room_for_rows(kind));
+           " bytes do not fit the network's part of the window, ", rail.rows_bytes,
+           " bytes; make the buffer for as many");
   EP_CHECK(rail.share(params.shape.max_tokens) <= kMaxRailShare, "max_tokens is ", params.shape.max_tokens,
            ", low latency over several NVLink domains serves ", kMaxRailShare * rail.row_channels,
            rail.has_domain_sums() || memory_.peers.can_be_masked

@@ -66,6 +66,8 @@ std::unique_ptr<Memory> make_memory(int device, double timeout_seconds, uint64_t
   DeviceState& initial = memory->host->mirror;
   initial.failure_flag.timeout_ns = nanoseconds(timeout_seconds);
   EP_CUDA(cudaHostGetDevicePointer(reinterpret_cast<void**>(&initial.failure), &memory->host->failure, 0));
+  EP_CUDA(
+      cudaHostGetDevicePointer(reinterpret_cast<void**>(&initial.has_invalid_ids), &memory->host->has_invalid_ids, 0));
   EP_CUDA(cudaMemcpyAsync(memory->state, &initial, sizeof initial, cudaMemcpyHostToDevice, memory->stream));
   EP_CUDA(cudaStreamSynchronize(memory->stream));
   return memory;

@@ -27,6 +27,7 @@ struct HostBlock {
   uint32_t has_failed;
   uint64_t ht_epoch;  // of the last dispatch of exact sizes
   LinkRestartResult restart;
+  uint32_t has_invalid_ids;  // kernels set it
 };
 
 struct Memory {

@@ -102,6 +102,7 @@ struct DeviceState {
   HtRailCounters ht_rail_counters[kNumKinds][2];
   RailSliceCounters rail_slices[kNumKinds];
   FarMasks far_masks;
+  uint32_t* has_invalid_ids;  // as `failure`: set with the first of invalid_ids
 };
 
 }  // namespace ep

@@ -43,6 +43,8 @@ __device__ __forceinline__ void note_invalid_id(DeviceState* state, int64_t id, 
     invalid.value = id;
     invalid.token = token;
     invalid.k = k;
+    __threadfence_system();  // pairs with the acquire of CudaBackend::has_invalid_ids()
+    *static_cast<volatile uint32_t*>(state->has_invalid_ids) = 1;
   }
 }
 

@@ -21,9 +21,10 @@ struct Shape {
 
   static Shape make(int num_ranks, int num_experts, int topk, int max_tokens) {
     EP_CHECK(num_ranks >= 1, num_ranks, " ranks, must be at least 1");
-    EP_CHECK(num_experts >= 1 && num_experts % num_ranks == 0, num_experts, " experts do not divide over ", num_ranks,
-             " ranks");
-    EP_CHECK(num_experts / num_ranks <= 65534, num_experts / num_ranks, " experts on a rank, at most 65534");
+    EP_CHECK(num_experts >= 1 && num_experts % num_ranks == 0, "num_experts is ", num_experts, ", and ", num_experts,
+             " experts do not divide over ", num_ranks, " ranks");
+    EP_CHECK(num_experts / num_ranks <= 65534, "num_experts is ", num_experts, ": ", num_experts / num_ranks,
+             " experts on a rank, at most 65534");
     EP_CHECK(topk >= 1 && topk <= kMaxTopk, "top-k is ", topk, ", must be 1 to ", kMaxTopk);
     EP_CHECK(max_tokens >= 1, "max_tokens is ", max_tokens, ", must be at least 1");
     return Shape{num_ranks, num_experts, topk, max_tokens};

@@ -59,13 +59,6 @@ struct RowFormat {
   EP_HD int stride() const { return align_up(wire_bytes(), 128); }
 };
 
-// Where the room for rows comes from, for the error of a window that has too little.
-inline const char* room_for_rows(Kind kind) {
-  return kind == Kind::kDispatch ? "; dtype and scale_bytes of for_shapes (C: max_token_bytes) make the room for rows"
-                                 : "; wire_dtype of for_shapes, by default its dtype (C: max_combine_row_bytes) makes "
-                                   "the room for partial sums";
-}
-
 // ---- Heartbeats. With masks, a rank that waits in low latency changes a word at all ranks, kHeartbeatsPerDeadline
 // times in a deadline, as it may be waiting for a rank that is gone. A rank that waits for it counts the deadline from
 // the last heartbeat, and waits for kMaxDeadlines at most.

@@ -214,8 +214,7 @@ struct HtOffsets {
              "the window is too small for high throughput of ", shape.max_tokens, " tokens a rank, top-", shape.topk,
              " of ", shape.num_experts, " experts, rows of ", row.body_bytes, " bytes: it needs ", need.message_words,
              " words of counts, ", need.slot_bytes, " bytes of routes and ", need.row_bytes, " of rows, it has ",
-             window.message_words, ", ", window.slots.count, " and ", window.rows.count,
-             need.row_bytes > window.rows.count ? room_for_rows(kind) : "");
+             window.message_words, ", ", window.slots.count, " and ", window.rows.count);
     return offsets;
   }
 

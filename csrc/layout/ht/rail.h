@@ -104,7 +104,7 @@ struct HtRail {
     rail.weights_in = rail.rows_in + rows;
     EP_CHECK(need <= window.rail_in.count, shape.max_tokens, " rows of ", row.body_bytes,
              " bytes do not fit the network's part of the window: high throughput needs ", need,
-             " bytes there, it has ", window.rail_in.count, room_for_rows(kind));
+             " bytes there, it has ", window.rail_in.count, "; make the buffer for as many");
     return rail;
   }
 

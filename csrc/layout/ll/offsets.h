@@ -183,8 +183,8 @@ struct LlOffsets {
     EP_CHECK(need_tagged <= offsets.tagged_part_bytes * ranks && need_rows <= offsets.row_part_bytes * ranks,
              "the window is too small for ", shape.max_tokens, " tokens a rank, top-", shape.topk, ", rows of ",
              row.wire_bytes(), " bytes: a bank needs ", need_tagged, " bytes of routing and ", need_rows,
-             " bytes of rows, it has ", offsets.tagged_bank_bytes, " and ", offsets.row_bank_bytes,
-             need_rows > offsets.row_part_bytes * ranks ? room_for_rows(kind) : "");
+             kind == Kind::kDispatch ? " bytes of rows, it has " : " bytes of partial sums, it has ",
+             offsets.tagged_bank_bytes, " and ", offsets.row_bank_bytes);
     if (!offsets.by_source) offsets.row_part_bytes = static_cast<uint32_t>(need_rows / ranks);
     return offsets;
   }

@@ -7,6 +7,9 @@
 #include "torch/ops/device.h"
 
 namespace ep {
+
+std::string name_of(at::ScalarType type) { return "torch." + c10::getDtypeNames(type).first; }
+
 at::ScalarType float_type_of(DType dtype) {
   switch (dtype) {
     case DType::kBF16:
@@ -86,7 +89,7 @@ DType dtype_of(at::ScalarType type) {
     case 8:
       return DType::kOpaque64;
     default:
-      raise(ErrorKind::kInvalidArgument, "rows of ", at::toString(type), " are not supported");
+      raise(ErrorKind::kInvalidArgument, "rows of ", name_of(type), " are not supported");
   }
 }
 
@@ -105,8 +108,7 @@ void check_tensor(const at::Tensor& tensor, const char* name, at::ScalarType dty
                   const at::Device& device) {
   EP_CHECK(tensor.device() == device, name, " is on ", tensor.device().str(), ", the buffer on ", device.str(),
            tensor.is_cuda() && !has_cuda_backend() ? ": " + why_no_cuda() : "");
-  EP_CHECK(tensor.scalar_type() == dtype, name, " is ", at::toString(tensor.scalar_type()), ", must be ",
-           at::toString(dtype));
+  EP_CHECK(tensor.scalar_type() == dtype, name, " is ", name_of(tensor.scalar_type()), ", must be ", name_of(dtype));
   EP_CHECK(tensor.sizes() == sizes, name, " has shape ", tensor.sizes(), ", must be ", sizes);
   EP_CHECK(tensor.is_contiguous(), name, " of shape ", tensor.sizes(), " and strides ", tensor.strides(),
            " is not contiguous");
@@ -124,8 +126,8 @@ InputTypes check_inputs(const at::Tensor& x, const OptionalTensor& scales, const
            x.size(0), ", top-k]");
   EP_CHECK(topk_idx.size(1) == topk, "topk_idx has shape ", topk_idx.sizes(), ", the config says top-", topk);
   const at::ScalarType idx_type = topk_idx.scalar_type();
-  EP_CHECK(idx_type == at::kLong || idx_type == at::kInt, "topk_idx is ", at::toString(idx_type),
-           ", must be int64 or int32");
+  EP_CHECK(idx_type == at::kLong || idx_type == at::kInt, "topk_idx is ", name_of(idx_type),
+           ", must be torch.int64 or torch.int32");
   check_tensor(topk_idx, "topk_idx", idx_type, topk_idx.sizes(), device);
   if (topk_weights) check_tensor(*topk_weights, "topk_weights", at::kFloat, topk_idx.sizes(), device);
   row.topk = topk;

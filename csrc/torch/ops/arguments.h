@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <optional>
+#include <string>
 
 #include "runtime/checks.h"
 #include "runtime/ll/params.h"
@@ -15,6 +16,7 @@ namespace ep {
 
 using OptionalTensor = std::optional<at::Tensor>;
 
+std::string name_of(at::ScalarType type);  // as Python has it
 DType dtype_of(at::ScalarType type);
 at::ScalarType float_type_of(DType dtype);  // of what combine adds up
 

@@ -73,7 +73,7 @@ void set_parts(HtDispatchParams& p, const HtPayload& payload) {
   p.dtype = dtype_of(payload.xs[0].scalar_type());
   p.hidden = to_int(payload.xs[0].size(1), "hidden");
   if (p.options.quant != Quant::kNone) {
-    EP_CHECK(!payload.scales, "scales given together with quant ", name_of(p.options.quant));
+    check_scales(p.options.quant, payload.scales.has_value());
     p.add_quant_scales();
   } else if (payload.scales) {
     add(*payload.scales);

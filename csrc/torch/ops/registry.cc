@@ -11,6 +11,7 @@
 
 #include "base/check.h"
 #include "base/fork.h"
+#include "torch/ops/arguments.h"
 
 namespace ep {
 namespace {
@@ -35,8 +36,8 @@ Registry& registry() {
 }
 
 int64_t id_of(const at::Tensor& seq) {
-  EP_CHECK(seq.dim() == 4 && seq.scalar_type() == at::kLong && seq.size(3) == 0, "seq is ",
-           at::toString(seq.scalar_type()), " of shape ", seq.sizes(), ", must be the tensor of a buffer");
+  EP_CHECK(seq.dim() == 4 && seq.scalar_type() == at::kLong && seq.size(3) == 0, "seq is ", name_of(seq.scalar_type()),
+           " of shape ", seq.sizes(), ", must be the tensor of a buffer");
   return seq.size(0);
 }
 

@@ -11,6 +11,7 @@
 
 #include "base/check.h"
 #include "layout/ht/handle.h"
+#include "torch/ops/arguments.h"
 #include "torch/ops/op_types.h"
 
 namespace ep {
@@ -82,7 +83,7 @@ Tensor SavedRouting::expert_ids() const {
 // ---- To the home ranks
 
 Tensor SavedRouting::combine_rows(const Tensor& given) const {
-  EP_CHECK(can_be_summed(given.scalar_type()), "a gradient of ", at::toString(given.scalar_type()),
+  EP_CHECK(can_be_summed(given.scalar_type()), "a gradient of ", name_of(given.scalar_type()),
            " rows: only those of bf16, fp16 and fp32 can be added up");
   const int64_t unit = kRowBytes / static_cast<int64_t>(given.element_size());
   const SymInt length = given.sym_size(-1);

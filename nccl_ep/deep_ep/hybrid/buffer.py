@@ -21,6 +21,13 @@ from ...errors import MismatchError, UsageError
 from ...functional import combine, combine_weights, dispatch
 from ...handle import Handle
 from ...high_throughput import dispatch_cached
+from ...room import sizes_told
+from ..words import Words
+
+_WORDS = Words(
+    x="hidden", rows="hidden", max_tokens="num_of_tokens_per_rank", num_experts="num_of_experts",
+    expert_alignment="pad_multiple",
+)  # fmt: skip
 
 _DOMAIN = "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"
 
@@ -142,10 +149,14 @@ class HybridEPBuffer:
             1, (1 << 31) - 1, hidden_dim=hidden, max_num_of_tokens_per_rank=tokens, num_local_experts=local_experts
         )
         experts = local_experts * self.group_size
-        self.core = Core.for_shapes(
-            self._rendezvous, max_tokens=tokens, hidden=hidden, topk=min(experts, MAX_TOPK), num_experts=experts,
-            mode="ht", **self._options,
-        )  # fmt: skip
+        made_with = sizes_told(hidden_dim=hidden, max_num_of_tokens_per_rank=tokens, num_local_experts=local_experts)
+        try:
+            self.core = Core.for_shapes(
+                self._rendezvous, max_tokens=tokens, hidden=hidden, topk=min(experts, MAX_TOPK), num_experts=experts,
+                mode="ht", **self._options, _made_with=made_with,
+            )  # fmt: skip
+        except ValueError as error:
+            raise Words(hidden="hidden_dim").told(error) from None
         self.core.group = self.group
         self._sizes = hidden, tokens, local_experts
         config = self.configurer.buffer_config
@@ -262,7 +273,10 @@ class HybridEPBuffer:
         require_tensors(hidden=hidden)
         if hidden.dim() == 2 and hidden.shape[0] in handle._row_counts:
             hidden = _with_rows(hidden, core.capacity)
-        tokens = combine(hidden, core, weights=None, num_sms=self.num_sms_combine_api)
+        try:
+            tokens = combine(hidden, core, weights=None, num_sms=self.num_sms_combine_api)
+        except ValueError as error:
+            raise _WORDS.told(error) from None
         if probs is None:
             return tokens, None
         if probs.dim() == 1 and probs.shape[0] in handle._row_counts:
@@ -324,6 +338,8 @@ class HybridEPBuffer:
                 "all ranks or by none: where they have unequal numbers of tokens, give num_of_tokens_per_rank, equal "
                 "on all of them"
             ) from error
+        except ValueError as error:
+            raise _WORDS.told(error) from None
 
     def _dispatch_again(
         self, hidden: torch.Tensor, topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None,

@@ -19,7 +19,7 @@ from ...errors import OverflowError, UsageError
 from ...events import EventOverlap, run_on_comm_stream
 from ...pending import OpenSend
 from . import nvfp4
-from .low_latency_memory import LowLatencyHandle, LowLatencyMemory
+from .low_latency_memory import WORDS, LowLatencyHandle, LowLatencyMemory
 from .newer_keywords import RowSignals, in_order
 
 Received: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"
@@ -115,6 +115,8 @@ class LowLatencyMethods(LowLatencyMemory):
             )  # fmt: skip
         except RuntimeError as error:
             raise error_of(self, error) from error
+        except ValueError as error:
+            raise WORDS.told(error) from None
         return self._dispatched(made) if made[4] is not None or self.on_overflow == "raise" else made
 
     def _dispatched(self, made: tuple[Any, ...]) -> Dispatched:
@@ -147,6 +149,8 @@ class LowLatencyMethods(LowLatencyMemory):
             )  # fmt: skip
         except RuntimeError as error:
             raise error_of(self, error) from error
+        except ValueError as error:
+            raise WORDS.told(error) from None
         rows, scales, swizzled, counts, (source, ranges, *_), _, receive = sent
         if receive is not None:
             receive = partial(nvfp4.receive, receive, scales, swizzled)
@@ -221,6 +225,8 @@ class LowLatencyMethods(LowLatencyMemory):
             )  # fmt: skip
         except RuntimeError as error:
             raise error_of(self, error) from error
+        except ValueError as error:
+            raise WORDS.told(error) from None
         return combined, event, None if receive is None else RecvHook(self, OpenSend("combine", receive))
 
     def _signals_of(self, x: torch.Tensor, *given: Any) -> tuple[Any, ...]:

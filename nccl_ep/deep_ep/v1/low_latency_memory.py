@@ -24,6 +24,7 @@ from ...checks import (
     wrong_elements,
 )
 from ...errors import TimeoutError, UsageError
+from ..words import Words
 from .view import View
 
 # src_info, layout_range, num_max_dispatch_tokens_per_rank, hidden, num_experts
@@ -31,6 +32,8 @@ LowLatencyHandle: TypeAlias = tuple[torch.Tensor, torch.Tensor, int, int, int]
 
 _CLEANING_DEADLINES = 4
 _UNWEIGHTED_TOPK = 8  # up to which the size hint has room for a combine whose send waits for nobody
+_ROOM = "Buffer.get_low_latency_rdma_size_hint says the num_rdma_bytes that calls need, with low_latency_mode=True"
+WORDS = Words(rows="x", weights="topk_weights", max_tokens="num_max_dispatch_tokens_per_rank", room=_ROOM)
 _PARTS = ("routing", "dispatched rows", "combined rows")  # of a bank
 
 
@@ -73,7 +76,7 @@ class LowLatencyMemory(View):
             if need > have and what in parts:
                 raise ValueError(
                     f"the window of {self.name} is too small for {max_tokens} tokens a rank, hidden {hidden}, "
-                    f"{num_experts} experts: a bank needs {need} bytes of {what}, it has {have}"
+                    f"{num_experts} experts: a bank needs {need} bytes of {what}, it has {have}; {_ROOM}"
                 )
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:

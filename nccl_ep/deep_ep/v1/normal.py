@@ -354,7 +354,8 @@ class NormalMethods(View):
         require_tensors(topk_idx=topk_idx)
         if topk_idx.dim() != 2 or topk_idx.dtype not in (torch.int64, torch.int32):
             raise ValueError(
-                f"topk_idx is {topk_idx.dtype} {list(topk_idx.shape)}, must be int64 or int32 [tokens, top-k]"
+                f"topk_idx is {topk_idx.dtype} {list(topk_idx.shape)}, must be torch.int64 or torch.int32 "
+                "[tokens, top-k]"
             )
 
 

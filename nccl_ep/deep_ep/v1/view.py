@@ -9,7 +9,7 @@ import torch
 
 from ...buffer import Buffer as Core
 from ...checks import require_bools, require_int32, require_within
-from ...room import Room, ll_sizes_for_bytes
+from ...room import Room, ll_sizes_for_bytes, sizes_told
 from .config import sizes_for_bytes
 
 _MAX_WINDOW_BYTES = 1 << 48  # csrc/layout/common/region.h
@@ -58,7 +58,10 @@ class State:
         if not self.low_latency_mode:
             ll_bytes, normal_bytes = 0, normal_bytes + ll_bytes
         ht = sizes_for_bytes(normal_bytes, num_ranks, domain_size or num_ranks) if normal_bytes else None
-        return Room(ll_sizes_for_bytes(num_ranks, ll_bytes), ht)
+        made_with = sizes_told(
+            num_nvl_bytes=self.num_nvl_bytes, num_rdma_bytes=self.num_rdma_bytes, low_latency_mode=self.low_latency_mode
+        )
+        return Room(ll_sizes_for_bytes(num_ranks, ll_bytes), ht, made_with=made_with)
 
     def num_bytes(self) -> int:
         """Of memory made since the buffer was."""

@@ -23,13 +23,15 @@ from ...checks import (
     require_tensors,
     require_within,
 )
+from ...choices import Mode
 from ...events import EventHandle, EventOverlap, run_on_comm_stream
 from ...functional import combine, combine_weights, dispatch
 from ...high_throughput import dispatch_cached
 from ...modes import choose_mode
-from ...room import Room
+from ...room import Room, sizes_told
 from ..v1.buffer import Buffer as V1
 from ..v1.config import sizes_for_bytes
+from ..words import Words
 from .arguments import (
     Received,
     Shapes,
@@ -46,6 +48,7 @@ Rows: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"
 Dispatched: TypeAlias = "tuple[Rows, torch.Tensor | None, torch.Tensor | None, EPHandle, ElasticEvent]"
 Combined: TypeAlias = "tuple[torch.Tensor, torch.Tensor | None, ElasticEvent]"
 
+_WORDS = Words(rows="x", max_tokens="num_max_tokens_per_rank")
 _SMS_ALONE = 64  # where nothing else computes
 _QPS = 129
 _NOT_HERE = {
@@ -122,12 +125,17 @@ class ElasticBuffer:
             shapes = Shapes(ranks, num_max_tokens_per_rank, hidden, num_topk, allow_multiple_reduction)
             self.num_bytes = shapes.num_bytes() if num_bytes is None else num_bytes
             spare = max(self.num_bytes - shapes.num_bytes(), 0)
-            core = Core.for_shapes(rendezvous, **(shapes.arguments(spare) | options))
+            made_with = sizes_told(
+                num_bytes=num_bytes, num_max_tokens_per_rank=num_max_tokens_per_rank, hidden=hidden, num_topk=num_topk,
+                allow_multiple_reduction=allow_multiple_reduction,
+            )  # fmt: skip
+            core = Core.for_shapes(rendezvous, **(shapes.arguments(spare) | options), _made_with=made_with)
         elif num_bytes is not None and num_bytes > 0:
             self.num_bytes = num_bytes
             domain = options.get("domain_size") or ranks
             ht_sizes = sizes_for_bytes(num_bytes, ranks, domain)
-            room = Room(ht=ht_sizes, max_tokens=num_max_tokens_per_rank or None)
+            made_with = sizes_told(num_bytes=num_bytes)
+            room = Room(ht=ht_sizes, max_tokens=num_max_tokens_per_rank or None, made_with=made_with)
             core = Core(rendezvous, _room=room, **options)
         else:
             raise ValueError(
@@ -231,7 +239,7 @@ class ElasticBuffer:
         ids = torch.empty((0, 1), dtype=torch.int64, device=self.device)
 
         def call() -> tuple[torch.Tensor, ...]:
-            mode = "ll" if self._has_ll else "ht"
+            mode: Mode = "ll" if self._has_ll else "ht"
             out = dispatch(x, ids, buffer=self.core, num_experts=self.num_ranks, mode=mode, layout="flat", max_tokens=1)
             return out.x, out._info, out.handle.tensor
 
@@ -352,7 +360,10 @@ class ElasticBuffer:
                 handle, topk_idx, num_experts, num_max_tokens_per_rank, expert_alignment, do_cpu_sync, do_expand
             )
         given = (rows, scales, topk_idx, topk_weights, cumulative_local_expert_recv_stats)
-        _, event = run_on_comm_stream(self.core, call, given, async_with_compute_stream, previous_event)
+        try:
+            _, event = run_on_comm_stream(self.core, call, given, async_with_compute_stream, previous_event)
+        except ValueError as error:
+            raise _WORDS.told(error) from None
         received: Received = made[0]
         if handle is None:
             received.handle._event = event.event
@@ -426,7 +437,10 @@ class ElasticBuffer:
                     f"{list(shape)} for these rows"
                 )
         kept = (x, topk_weights, *biases, core.tensor, core.slots)
-        made, event = run_on_comm_stream(self.core, call, kept, async_with_compute_stream, previous_event)
+        try:
+            made, event = run_on_comm_stream(self.core, call, kept, async_with_compute_stream, previous_event)
+        except ValueError as error:
+            raise _WORDS.told(error) from None
         return made[0], made[1] if topk_weights is not None else None, ElasticEvent(event)
 
     # ---- From arguments to the core's
@@ -460,7 +474,7 @@ class ElasticBuffer:
             handle.num_recv_tokens_per_expert_list = [-(-count // alignment) * alignment for count in counts]
         return Received.of(out, handle, topk_weights is not None)
 
-    def _mode_of(self, rows: torch.Tensor, topk_idx: torch.Tensor, max_tokens: int | None) -> str:
+    def _mode_of(self, rows: torch.Tensor, topk_idx: torch.Tensor, max_tokens: int | None) -> Mode:
         """As ``mode="auto"`` has it; known beforehand, as num_sms is for high throughput alone."""
         most, row_bytes = max_tokens or self.num_max_tokens_per_rank, rows.shape[-1] * rows.element_size()
         if not self._has_ll or most > (self.core.ll_max_tokens or 0):

@@ -36,6 +36,26 @@ TEST(Agreement, EqualRanksPass) {
   EXPECT_EQ(joined(problems), "");
 }
 
+TEST(Agreement, WhatEntriesFollowFromIsNamedInTheirPlace) {
+  const auto problems_with = [](const std::string& mine, const std::string& theirs, int more) {
+    return run_ranks(2, [&](Bootstrap& bootstrap) {
+      Agreement agreement;
+      agreement.add("the version", 1);
+      agreement.ask("why?");
+      agreement.explain(bootstrap.rank() == 0 ? mine : theirs);
+      agreement.add("the bytes", 64 + more * bootstrap.rank());
+      agreement.check(bootstrap);
+    });
+  };
+  EXPECT_EQ(problems_with("tokens=8, hidden=64", "tokens=8, hidden=96", 1)[0],
+            "rank 0: the ranks disagree about hidden: rank 0 has 64, rank 1 has 96; why?");
+  EXPECT_EQ(joined(problems_with("tokens=8, hidden=64", "tokens=8, hidden=96", 0)), "") << "which come out the same";
+  for (const char* theirs : {"tokens=8", "", "other words"}) {
+    EXPECT_EQ(problems_with("tokens=8", theirs, 1)[0],
+              "rank 0: the ranks disagree about the bytes: rank 0 has 64, rank 1 has 65; why?");
+  }
+}
+
 std::vector<std::string> make_groups(int num_ranks, void (*change)(GroupConfig&, int rank)) {
   return run_ranks(num_ranks, [&](Bootstrap& bootstrap) {
     GroupConfig config;
@@ -119,8 +139,12 @@ TEST(Describe, AFailureIsToldWithRankAndOperation) {
   failure.epoch = 12;
   failure.expected = 7;
   failure.seen = 6;
-  EXPECT_EQ(describe(failure, 1, 2.5),
-            "rank 1 waited 2.5 s for the partial sums of rank 3 in combine 12 (expected 7, saw 6)");
+  EXPECT_EQ(
+      describe(failure, 1, 2.5),
+      "rank 1 waited 2.5 s for the partial sums of rank 3 in combine 12 (expected 7, saw 6); do all ranks combine with "
+      "the handle of the same dispatch?");
+  failure.seen = 7;
+  EXPECT_EQ(describe(failure, 1, 2.5).find("expected"), std::string::npos) << "where both are the same";
   failure.missing = 1ull << 3 | 1ull << 5 | 1ull << 63;
   EXPECT_NE(describe(failure, 1, 2.5).find("; nothing of this call was heard from rank 3, 5, 63"), std::string::npos);
   failure.code = Failure::kOtherOp;
