@@ -127,6 +127,9 @@ def call_on_stream(tensor: torch.Tensor, stream_id: int | None, call: Callable[[
 def run_on_stream(
     call: Callable[[], T], stream: Any, inputs: tuple[Any, ...], previous: Callable[[], object] | None, event: Any, /
 ) -> tuple[T, tuple[torch.Tensor, ...]]: ...
+
+# Who hears of each operation of this process, each with one tuple (csrc/torch/observer.cc); None: nobody.
+def set_observer(begin: Callable[[Any], object] | None = None, end: Callable[[Any], object] | None = None) -> None: ...
 def time_line(kernel: str) -> list[list[int]]: ...
 
 # Rules of the library (csrc/torch/policy.cc). config: what nccl_ep.config packs. Sizes may be SymInts.

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch  # noqa: F401  (its libraries must be loaded before the extension)
 
-from . import extension, log  # noqa: F401  (extension first: it says if there is none)
+from . import extension, log, recording  # noqa: F401  (extension first: it says if there is none)
 from ._version import __version__
 from .buffer import Buffer
 from .errors import EpError, MismatchError, OverflowError, SystemError, TimeoutError, UsageError
@@ -14,12 +14,15 @@ from .handle import DispatchOutput, Handle, Layout, Quant
 from .high_throughput import Payload, dispatch_cached
 from .marks import mark_tokens
 from .pending import Pending
+from .prometheus import metrics
+from .recording import record
 
 if TYPE_CHECKING:
     from .deep_ep import Config, topk_idx_t
     from .deep_ep.install import install_as_deep_ep
 
 log.set_up()
+recording.set_up()
 
 __all__ = [
     "KEEP_PROGRAM_ORDER",
@@ -48,6 +51,8 @@ __all__ = [
     "dispatch_send",
     "install_as_deep_ep",
     "mark_tokens",
+    "metrics",
+    "record",
     "topk_idx_t",
 ]
 

@@ -8,7 +8,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -41,6 +41,8 @@ _NO_SIZES = "no sizes: Buffer.for_shapes takes those of the calls"
 _numbers = itertools.count()
 # All that this process has made, and their names, by the ids of their windows.
 _buffers: dict[int, tuple[weakref.ref[Buffer], str]] = {}
+# Called with a buffer that is about to be destroyed.
+when_destroyed: list[Callable[[Buffer], None]] = []
 
 
 class Companion(Protocol):
@@ -356,6 +358,8 @@ class Buffer:
         """
         if os.getpid() == self._process:
             if not self._is_destroyed:
+                for call in when_destroyed:
+                    call(self)
                 self._is_destroyed = True
                 logger.info("destroying %s", repr(self))
             for window in self._windows:
@@ -397,6 +401,12 @@ def find_buffer(seq: torch.Tensor, num_ranks: int | None = None) -> Buffer:
     if num_ranks not in (None, buffer.num_ranks):
         raise UsageError(f"the handle is of {num_ranks} ranks, its buffer {name} of {buffer.num_ranks}")
     return buffer
+
+
+def living() -> list[Buffer]:
+    """The buffers of this process that were not destroyed, in the order in which they were made."""
+    found = dict.fromkeys(buffer for each, _ in list(_buffers.values()) if (buffer := each()) is not None)
+    return [buffer for buffer in found if not buffer._is_destroyed and buffer._process == os.getpid()]
 
 
 @functools.lru_cache(maxsize=64)

@@ -9,7 +9,7 @@
 #include "runtime/checks.h"
 #include "runtime/failure_node.h"
 #include "runtime/handles.h"
-#include "runtime/ranges.h"
+#include "runtime/observed.h"
 #include "transport/session.h"
 
 namespace ep {
@@ -319,7 +319,14 @@ void Group::dispatch(LlDispatchParams& p, void* stream) {
 void Group::run(LlDispatchParams& p, void* stream) {
   check_phase(Kind::kDispatch, p.phase, "dispatch");
   if (sends(p.phase)) check_ids(p.shape, p.topk_idx, p.is_idx64, p.num_tokens);
-  Range range(config_.name, name_of(Kind::kDispatch, p.phase), call_number(Kind::kDispatch, p.phase));
+  Observation seen = Observation::of(*this, name_of(Kind::kDispatch, p.phase), call_number(Kind::kDispatch, p.phase),
+                                     p.shape, p.num_tokens, p.hidden, stream);
+  if (sends(p.phase)) {
+    seen.row_bytes = p.row.wire_bytes();
+    seen.ids = p.topk_idx;
+    seen.is_idx64 = p.is_idx64;
+  }
+  const Observed observed(seen);
   backend()->dispatch(p, stream);
   note_phase(Kind::kDispatch, p.phase);
   if (sends(p.phase)) calls_.dispatch++;
@@ -366,7 +373,15 @@ void Group::combine(LlCombineParams& p, void* stream) {
   p.header = header_of(pack_operation(operation, p.dtype, Quant::kNone, p.options.wire_dtype), p.hidden, p.shape, 0,
                        p.num_tokens);
   check_phase(Kind::kCombine, p.phase, "combine");
-  Range range(config_.name, name_of(Kind::kCombine, p.phase), call_number(Kind::kCombine, p.phase));
+  Observation seen = Observation::of(*this, name_of(Kind::kCombine, p.phase), call_number(Kind::kCombine, p.phase),
+                                     p.shape, p.num_tokens, p.hidden, stream);
+  seen.is_home_bound = true;
+  seen.has_row_per_choice = p.sends_unweighted;
+  if (sends(p.phase)) {
+    seen.row_bytes = p.row.wire_bytes();
+    seen.ids = p.handle.ids;
+  }
+  const Observed observed(seen);
   backend()->combine(p, stream);
   note_phase(Kind::kCombine, p.phase);
   if (sends(p.phase)) calls_.combine++;
@@ -379,7 +394,10 @@ void Group::combine_weights(LlCombineWeightsParams& p, void* stream) {
   p.header = header_of(pack_operation(Operation::kCombineWeights, DType::kF32, Quant::kNone, DType::kF32), 0, p.shape,
                        0, p.num_tokens);
   check_phase(Kind::kCombine, Phase::kFused, "combine");
-  Range range(config_.name, "combine_weights", call_number(Kind::kCombine, Phase::kFused));
+  Observation seen = Observation::of(*this, "combine_weights", call_number(Kind::kCombine, Phase::kFused), p.shape,
+                                     p.num_tokens, 0, stream);
+  seen.is_home_bound = true;
+  const Observed observed(seen);
   backend()->combine_weights(p, stream);
   note_phase(Kind::kCombine, Phase::kFused);
   calls_.combine_weights++;

@@ -5,7 +5,7 @@
 #include "runtime/checks.h"
 #include "runtime/group.h"
 #include "runtime/handles.h"
-#include "runtime/ranges.h"
+#include "runtime/observed.h"
 
 namespace ep {
 namespace {
@@ -99,7 +99,14 @@ void Group::run(HtDispatchParams& p, void* stream) {
   if (sends_rows(p.variant) && !routes(p.variant) && trusts_handles()) {
     check_handle(p.handle, p.output, p.shape, topology_, p.num_tokens, rank_, sends_metadata(p.variant));
   }
-  Range range(config_.name, name_of(p.variant), ++calls_.ht[static_cast<int>(Kind::kDispatch)]);
+  Observation seen = Observation::of(*this, name_of(p.variant), ++calls_.ht[static_cast<int>(Kind::kDispatch)], p.shape,
+                                     p.num_tokens, p.hidden, stream);
+  if (sends_rows(p.variant)) {
+    seen.row_bytes = p.offsets.row.body_bytes;
+    seen.ids = routes(p.variant) ? p.topk_idx : p.handle.own.ids;
+    seen.is_idx64 = routes(p.variant) && p.is_idx64;
+  }
+  const Observed observed(seen);
   backend()->ht_dispatch(p, stream);
 }
 
@@ -126,7 +133,12 @@ void Group::combine(HtCombineParams& p, void* stream) {
                                                                         : Operation::kHtCombine;
   p.header = header_of(pack_operation(operation, p.dtype, Quant::kNone, p.options.wire_dtype), p.hidden, p.shape,
                        p.has_values ? p.shape.topk * 4 : 0, p.num_tokens);
-  Range range(config_.name, "ht combine", ++calls_.ht[static_cast<int>(Kind::kCombine)]);
+  Observation seen = Observation::of(*this, "ht combine", ++calls_.ht[static_cast<int>(Kind::kCombine)], p.shape,
+                                     p.num_tokens, p.hidden, stream);
+  seen.is_home_bound = true;
+  seen.row_bytes = row.body_bytes;
+  seen.ids = p.handle.own.ids;
+  const Observed observed(seen);
   backend()->ht_combine(p, stream);
 }
 

@@ -17,6 +17,7 @@
 #include "torch/common/errors.h"
 #include "torch/common/interruption.h"
 #include "torch/common/lock.h"
+#include "torch/observer.h"
 #include "torch/ops/fast_call.h"
 #include "torch/ops/registry.h"
 #include "torch/policy.h"
@@ -444,6 +445,7 @@ PYBIND11_MODULE(_C, m) {
   define_policy(m);
   define_sizes(m);
   define_group(m);
+  define_observer(m);
 #if defined(EP_WITH_CUDA)
   define_network_probe(m);
 #endif

@@ -1,0 +1,307 @@
+"""What a program's operations do, written down while it runs: a file a rank, for ``python -m nccl_ep.report``.
+
+All operations of the process are seen, eager or compiled, of either mode, of DeepEP's methods and of backward passes,
+because the library itself tells of them (csrc/runtime/observed.h). What a CUDA graph replays is not seen, for the host
+does not call it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import platform
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from . import _C
+from ._version import __version__
+from .buffer import Buffer, living, when_destroyed
+from .errors import EpError, UsageError
+from .log import logger
+
+FORMAT = 1  # changes with the lines of a file
+_READ_AFTER = 64  # operations on a GPU whose events and counts are looked at together
+_recorder: _Recorder | None = None
+
+
+@contextlib.contextmanager
+def record(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Records the operations of this process, in a ``with`` block: docs/report.md.
+
+    ``NCCL_EP_RECORD=path`` in the environment records from the import of nccl_ep to the end of the process.
+
+    Args:
+        path: of a folder, which is made where there is none. Each rank writes ``rank0.jsonl``, ``rank1.jsonl``, ...
+            there, over those of before. A process whose RANK in the environment is not its rank in the buffer's group
+            writes ``process8.rank0.jsonl``.
+
+    Raises: OSError where the folder cannot be written to. UsageError where the process records already.
+    """
+    _start(Path(path))
+    try:
+        yield
+    finally:
+        _stop()
+
+
+def set_up() -> None:
+    """Reads ``NCCL_EP_RECORD``. Called when the package is imported."""
+    if path := os.environ.get("NCCL_EP_RECORD"):
+        _start(Path(path))
+        atexit.register(_stop)
+
+
+def _start(folder: Path) -> None:
+    global _recorder
+    if _recorder is not None:
+        raise UsageError(f"this process records into {_recorder.folder} already")
+    folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK):
+        raise PermissionError(f"no file can be written into {folder}")
+    _recorder = _Recorder(folder)
+    when_destroyed.append(_recorder.keep_stats)
+    _C.set_observer(_recorder.begin, _recorder.end)
+
+
+def _stop() -> None:
+    global _recorder
+    recorder, _recorder = _recorder, None
+    if recorder is None:
+        return
+    _C.set_observer()
+    when_destroyed.remove(recorder.keep_stats)
+    recorder.close()
+
+
+def _machine() -> str:
+    """Whose clock times are of."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return platform.node()
+
+
+class _File:
+    """That of a rank."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        of_process = os.environ.get("RANK", "")
+        name = f"rank{rank}.jsonl" if of_process in ("", str(rank)) else f"process{of_process}.rank{rank}.jsonl"
+        self._stream: TextIO = (folder / name).open("w")
+        self._buffers: dict[str, int] = {}  # in the order of their first operations, which is that of all ranks
+        self.write(
+            {
+                "nccl_ep_record": FORMAT, "version": __version__, "rank": rank, "host": platform.node(),
+                "machine": _machine(), "process": os.getpid(), "torch": torch.__version__,
+                "unix_ns": time.time_ns(), "clock_ns": time.monotonic_ns(),
+            }
+        )  # fmt: skip
+
+    def write(self, line: dict[str, Any]) -> None:
+        self._stream.write(json.dumps(line) + "\n")
+
+    def buffer(self, name: str, line: dict[str, Any]) -> int:
+        """Its number, by which operations name it. line: what is said of it the first time."""
+        if name not in self._buffers:
+            self._buffers[name] = len(self._buffers)
+            self.write({"buffer": self._buffers[name], "name": name, **line})
+        return self._buffers[name]
+
+    def stats(self, name: str, stats: dict[str, Any]) -> None:
+        if name in self._buffers:
+            self.write({"stats_of": self._buffers[name], "stats": stats})
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+class _Recorder:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._lock = threading.Lock()
+        self._files: dict[int, _File] = {}  # by ranks
+        self._gpus: dict[int, _Gpu] = {}
+        self._waiting: list[_OnGpu] = []  # for their GPU
+        self._stats: dict[tuple[int, str], dict[str, Any]] = {}  # by rank and buffer, for the end of the files
+        self._process = os.getpid()  # a fork's operations are not recorded
+        self._is_closed = False
+
+    # ---- Called by csrc/torch/observer.cc
+
+    def begin(self, call: tuple[int, int]) -> _OnGpu | None:
+        """On a GPU, before the operation."""
+        device, stream = call
+        with self._lock:
+            if device not in self._gpus:
+                self._gpus[device] = _Gpu(device)
+            return self._gpus[device].begin(stream)
+
+    def end(self, call: tuple[dict[str, Any], torch.Tensor | None, bool, _OnGpu | None]) -> None:
+        """After it: the line of the file, the own tokens' experts, whether each choice is a row; on a GPU its begin."""
+        line, ids, has_row_per_choice, on_gpu = call
+        with self._lock:
+            if self._is_closed or os.getpid() != self._process:
+                return
+            line["per_choice"] = has_row_per_choice
+            line["device"] = "cpu" if on_gpu is None else f"cuda:{on_gpu.gpu.index}"
+            if on_gpu is None:
+                self._write(line, _counts(ids, line))
+                return
+            on_gpu.end(line, ids)
+            self._waiting.append(on_gpu)
+            if len(self._waiting) >= _READ_AFTER and not on_gpu.is_captured:
+                self._take_what_is_done()
+
+    # ----
+
+    def keep_stats(self, buffer: Buffer) -> None:
+        """Of a buffer that is about to go, or at the end."""
+        with contextlib.suppress(EpError):
+            self._stats[buffer.rank, buffer.name] = buffer.stats()
+
+    def close(self) -> None:
+        if os.getpid() != self._process:
+            return
+        for buffer in living():
+            self.keep_stats(buffer)
+        with self._lock:
+            try:
+                for each in self._waiting:
+                    each.wait()
+                self._take_what_is_done()
+            except RuntimeError as error:  # of a GPU that has failed
+                logger.error("the last %d operations are not recorded: %s", len(self._waiting), error)
+            for (rank, name), stats in self._stats.items():
+                if rank in self._files:
+                    self._files[rank].stats(name, stats)
+            for file in self._files.values():
+                file.close()
+            self._is_closed = True
+
+    def _take_what_is_done(self) -> None:
+        """A GPU's figures follow one another, so that one that is not there keeps those behind it waiting."""
+        while self._waiting and self._waiting[0].is_done():
+            first = self._waiting.pop(0)
+            self._write(first.timed_line(), first.counts)
+
+    def _write(self, line: dict[str, Any], counts: torch.Tensor | None) -> None:
+        rank, ranks = line.pop("rank"), line.pop("num_ranks")
+        if rank not in self._files:
+            try:
+                self._files[rank] = _File(self.folder, rank)
+            except OSError as error:
+                logger.error("nothing is recorded of rank %d: %s", rank, error)
+                self._is_closed = True
+                return
+        file, name, device = self._files[rank], line.pop("buffer"), line.pop("device")
+        number = file.buffer(name, {"rank": rank, "num_ranks": ranks, "device": device})
+        per_choice = line.pop("per_choice")
+        if not line["has_failed"]:
+            del line["has_failed"]
+        if counts is not None:
+            choices = counts[ranks:].tolist()
+            local = len(choices) // ranks
+            of_ranks = [sum(choices[r * local : (r + 1) * local]) for r in range(ranks)]
+            line["rows"] = of_ranks if per_choice else counts[:ranks].tolist()
+            line["choices"] = choices
+        file.write({"in_buffer": number, **line})
+
+
+def _counts(ids: torch.Tensor | None, line: dict[str, Any]) -> torch.Tensor | None:
+    """Of the own tokens those for each rank [R], and the choices of each expert [E]: int32. None: no rows travel."""
+    if ids is None:
+        return None
+    counts: torch.Tensor = torch.ops.nccl_ep.token_layout.default(ids, line["num_ranks"], 1, line["experts"])[0]
+    return counts
+
+
+class _Gpu:
+    """The clock of a GPU: events, put onto that of the host by one that both have seen."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self._last: Any = None  # the event whose time is known; a difference from a near one is precise
+        self._last_ns = 0.0
+
+    def begin(self, stream: int) -> _OnGpu:
+        with torch.cuda.device(self.index):
+            current = torch.cuda.current_stream()
+            on: Any = current
+            if current.cuda_stream != stream:
+                on = torch.cuda.ExternalStream(stream, device=self.index)  # type: ignore[no-untyped-call]
+            is_captured = _is_capturing(on)
+            if not is_captured and self._last is None:
+                self._last = _timing_event()
+                self._last.record(on)
+                self._last.synchronize()  # once, that the two clocks are known to one another
+                self._last_ns = time.monotonic_ns()
+            return _OnGpu(self, on, is_captured)
+
+    def ns_of(self, event: Any) -> float:
+        """Of an event that has passed, on the host's clock."""
+        self._last_ns += self._last.elapsed_time(event) * 1e6
+        self._last = event
+        return self._last_ns
+
+
+def _timing_event() -> Any:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def _page_locked(shape: torch.Size) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.int32, pin_memory=True)
+
+
+def _is_capturing(stream: Any) -> bool:
+    with torch.cuda.stream(stream):
+        return torch.cuda.is_current_stream_capturing()
+
+
+class _OnGpu:
+    """An operation on a GPU: when it began and ended there, and its counts, which come when it is over. The host waits
+    for none of it."""
+
+    def __init__(self, gpu: _Gpu, stream: Any, is_captured: bool) -> None:
+        self.gpu, self.is_captured = gpu, is_captured
+        self.counts: torch.Tensor | None = None  # of page-locked memory, written by the GPU
+        self._stream = stream
+        self._line: dict[str, Any] = {}
+        self._begin: Any = None
+        self._end: Any = None
+        self._read: Any = None
+        if not is_captured:
+            self._begin, self._end, self._read = _timing_event(), _timing_event(), _timing_event()
+            self._begin.record(stream)
+
+    def end(self, line: dict[str, Any], ids: torch.Tensor | None) -> None:
+        self._line = line
+        if self.is_captured:  # nothing may be added to the graph
+            line["is_captured"] = True
+            return
+        self._end.record(self._stream)
+        with torch.cuda.device(self.gpu.index), torch.cuda.stream(self._stream):
+            counts = _counts(ids, line)
+            if counts is not None:
+                self.counts = _page_locked(counts.shape)
+                self.counts.copy_(counts, non_blocking=True)
+        self._read.record(self._stream)
+
+    def is_done(self) -> bool:
+        return self.is_captured or bool(self._read.query())
+
+    def wait(self) -> None:
+        if not self.is_captured:
+            self._read.synchronize()
+
+    def timed_line(self) -> dict[str, Any]:
+        if not self.is_captured and not self._line["has_failed"]:
+            begin_ns = self.gpu.ns_of(self._begin)
+            self._line["device_begin_ns"] = round(begin_ns)
+            self._line["device_us"] = round(self._begin.elapsed_time(self._end) * 1e3, 3)
+        return self._line

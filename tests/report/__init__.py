@@ -1,0 +1,1 @@
+"""nccl_ep.record, nccl_ep.report and nccl_ep.metrics."""

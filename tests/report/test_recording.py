@@ -1,0 +1,180 @@
+"""What nccl_ep.record writes, beside what the routing says."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import nccl_ep
+from nccl_ep.report.figures import figures
+from nccl_ep.report.inputs import load
+from nccl_ep.testing import ThreadGroup, run_ranks
+from tests import ROOT
+from tests.deep_ep.low_latency_ranks import small_case
+from tests.report import programs
+from tests.report.programs import EXPERTS, HIDDEN, RANKS, ROW_BYTES, SIZES, STEPS, TOKENS
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def operations(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
+    return [line for line in lines_of(folder / f"rank{rank}.jsonl") if "in_buffer" in line]
+
+
+@pytest.mark.parametrize("mode", ["ll", "ht"])
+def test_rows_and_bytes_are_those_of_the_routing(tmp_path: Path, mode: str) -> None:
+    sent = programs.recorded(tmp_path, mode)
+    found = figures(load([tmp_path]).recorded)
+    rows = programs.counted_rows()
+    home = [list(column) for column in zip(*rows, strict=True)]
+    assert found["sent"]["dispatch"]["rows"] == rows and found["sent"]["combine"]["rows"] == home
+    for kind in ("dispatch", "combine"):
+        counts = found["sent"][kind]["rows"]
+        assert found["sent"][kind]["bytes"] == [[count * ROW_BYTES for count in row] for row in counts]
+    # The windows count rows at their sender, and sums of HT, which are read, at their reader.
+    both = [[a + b for a, b in zip(rows[r], home[r] if mode == "ll" else rows[r], strict=True)] for r in range(RANKS)]
+    assert [each["rows_count"] for each in sent] == both
+    assert [each["rows"] for each in sent] == [[count * ROW_BYTES for count in row] for row in both]
+
+
+@pytest.mark.parametrize("mode", ["ll", "ht"])
+def test_the_load_is_that_of_all_ranks_tokens(tmp_path: Path, mode: str) -> None:
+    programs.recorded(tmp_path, mode)
+    found = figures(load([tmp_path]).recorded)
+    choices = [programs.counted_choices(step) for step in range(STEPS)]
+    assert found["experts"] == [sum(each) for each in zip(*choices, strict=True)]
+    assert [each["max"] for each in found["load"]] == [max(each) for each in choices]
+    ratios = [round(max(each) * EXPERTS / sum(each), 4) for each in choices]
+    assert [each["max_over_mean"] for each in found["load"]] == ratios
+
+
+def test_a_file_has_what_each_operation_was(tmp_path: Path) -> None:
+    programs.recorded(tmp_path, "ll", "ht")
+    for rank in range(RANKS):
+        header, buffer, *rest, last = lines_of(tmp_path / f"rank{rank}.jsonl")
+        assert (header["rank"], header["version"], header["process"]) == (rank, nccl_ep.__version__, os.getpid())
+        assert (buffer["num_ranks"], buffer["device"]) == (RANKS, "cpu")
+        names = [name for mode in ("", "ht ") for _ in range(STEPS) for name in (f"{mode}dispatch", f"{mode}combine")]
+        assert [line["operation"] for line in rest] == names
+        assert [line["number"] for line in rest] == [1, 1, 2, 2, 3, 3] * 2
+        assert {(line["tokens"], line["hidden"], line["row_bytes"]) for line in rest} == {(TOKENS, HIDDEN, ROW_BYTES)}
+        times = [time for line in rest for time in (line["begin_ns"], line["end_ns"])]
+        assert times == sorted(times) and not any("has_failed" in line for line in rest)
+        assert last["stats"]["calls"]["ht_combine"] == STEPS
+
+
+def test_split_calls_exact_sizes_and_cached_dispatches_count_once(tmp_path: Path) -> None:
+    def body(group: ThreadGroup) -> None:
+        x, ids = torch.ones(TOKENS, HIDDEN).bfloat16(), programs.ids_of(group.rank(), 0)
+        with nccl_ep.Buffer.for_shapes(group, mode="auto", **SIZES) as buffer:
+            out = nccl_ep.dispatch_send(x, ids, buffer=buffer, num_experts=EXPERTS).receive()
+            weights = torch.ones(TOKENS, programs.TOPK)
+            nccl_ep.combine_send(out.x, out.handle, weights=weights).receive()
+            exact = nccl_ep.dispatch(
+                x, ids, buffer=buffer, num_experts=EXPERTS, mode="ht", layout="flat", capacity="exact"
+            )
+            nccl_ep.dispatch_cached(x, exact.handle)
+            nccl_ep.combine_weights(torch.ones(out.weights.shape), out.handle)
+
+    with nccl_ep.record(tmp_path):
+        run_ranks(RANKS, body)
+    done = operations(tmp_path)
+    assert [line["operation"] for line in done] == [
+        "dispatch send", "dispatch receive", "combine send", "combine receive", "ht route", "ht send",
+        "ht cached dispatch", "combine_weights",
+    ]  # fmt: skip
+    ids = programs.ids_of(0, 0)
+    ranks = [{expert // 4 for expert in each if expert >= 0} for each in ids.tolist()]
+    tokens = [sum(rank in each for each in ranks) for rank in range(RANKS)]
+    choices = [int(((ids >= 4 * rank) & (ids < 4 * rank + 4)).sum()) for rank in range(RANKS)]
+    # Weights that home ranks apply to a split combine: each choice is a row.
+    assert [line.get("rows") for line in done] == [tokens, None, choices, None, None, tokens, tokens, None]
+    found = figures(load([tmp_path]).recorded)
+    assert [len(found["times"][name]) for name in ("LL dispatch", "LL combine", "HT dispatch")] == [1, 2, 3]
+
+
+def test_deepep_methods_and_backward_passes_are_seen(tmp_path: Path) -> None:
+    case = small_case(RANKS)
+
+    def body(group: ThreadGroup) -> None:
+        with nccl_ep.deep_ep.Buffer(group, low_latency_mode=True, num_rdma_bytes=1 << 20, device="cpu") as buffer:
+            handle = case.send(buffer)[2]
+            case.send_back(buffer, handle)
+        x = torch.ones(TOKENS, HIDDEN, requires_grad=True)
+        with nccl_ep.Buffer.for_shapes(group, dtype=torch.float32, **SIZES) as core:
+            out = nccl_ep.dispatch(x, programs.ids_of(group.rank(), 0), buffer=core, num_experts=EXPERTS)
+            nccl_ep.combine(out.x, out.handle).sum().backward()
+
+    with nccl_ep.record(tmp_path):
+        run_ranks(RANKS, body)
+    done = operations(tmp_path)
+    assert [line["operation"] for line in done if line["in_buffer"] == 0][:2] == ["dispatch", "combine"]
+    assert [line["is_home_bound"] for line in done if line["in_buffer"] == 1][:2] == [False, True]
+    assert len([line for line in done if line["in_buffer"] == 1]) > 2  # those of the backward pass
+
+
+def test_a_compiled_function_is_recorded(tmp_path: Path) -> None:
+    with nccl_ep.Buffer.for_shapes(None, **SIZES) as buffer:
+
+        @torch.compile(fullgraph=True, backend="aot_eager")
+        def layer(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            out = nccl_ep.dispatch(x, ids, buffer=buffer, num_experts=EXPERTS)
+            return nccl_ep.combine(out.x, out.handle)
+
+        x, ids = torch.ones(TOKENS, HIDDEN).bfloat16(), programs.ids_of(0, 0)
+        with nccl_ep.record(tmp_path):
+            recorded = layer(x, ids)
+        assert torch.equal(layer(x, ids), recorded)
+    assert [line["operation"] for line in operations(tmp_path)] == ["dispatch", "combine"]
+
+
+def test_an_operation_that_fails_is_marked_and_raises_as_ever(tmp_path: Path) -> None:
+    def body(group: ThreadGroup) -> None:
+        with nccl_ep.Buffer.for_shapes(group, timeout=0.2, **SIZES) as buffer:
+            if group.rank() == 0:
+                x = torch.ones(TOKENS, HIDDEN).bfloat16()
+                with pytest.raises(nccl_ep.TimeoutError, match="rank 1"):
+                    nccl_ep.dispatch(x, programs.ids_of(0, 0), buffer=buffer, num_experts=EXPERTS)
+
+    with nccl_ep.record(tmp_path):
+        run_ranks(RANKS, body)
+    assert [line["has_failed"] for line in operations(tmp_path)] == [True]
+    assert "Rank 0: 1 operations failed." in figures(load([tmp_path]).recorded)["notes"]
+
+
+def test_one_recording_at_a_time_and_none_after_its_end(tmp_path: Path) -> None:
+    with nccl_ep.Buffer.for_shapes(None, **SIZES) as buffer:
+        with nccl_ep.record(tmp_path / "made"):
+            programs.exchange(buffer, 0, "ll", 0)
+            with pytest.raises(nccl_ep.UsageError, match="made already"), nccl_ep.record(tmp_path):
+                pass
+        programs.exchange(buffer, 0, "ll", 0)
+    assert len(operations(tmp_path / "made")) == 2 and list(tmp_path.glob("*.jsonl")) == []
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileExistsError, match="file"), nccl_ep.record(tmp_path / "file"):
+        pass
+
+
+PROGRAM = """
+import nccl_ep
+from tests.report import programs
+with nccl_ep.Buffer.for_shapes(None, **programs.SIZES) as buffer:
+    programs.exchange(buffer, 0, "ll", 0)
+"""
+
+
+def test_the_environment_records_a_program(tmp_path: Path) -> None:
+    environment = os.environ | {"NCCL_EP_RECORD": str(tmp_path / "made"), "RANK": "8"}
+    subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, env=environment, check=True, timeout=300)
+    assert [path.name for path in (tmp_path / "made").iterdir()] == ["process8.rank0.jsonl"]
+    lines = lines_of(tmp_path / "made/process8.rank0.jsonl")
+    assert [line["operation"] for line in lines[2:4]] == ["dispatch", "combine"] and "stats" in lines[4]
