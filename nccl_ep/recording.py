@@ -142,18 +142,19 @@ class _Recorder:
                 self._gpus[device] = _Gpu(device)
             return self._gpus[device].begin(stream)
 
-    def end(self, call: tuple[dict[str, Any], torch.Tensor | None, bool, _OnGpu | None]) -> None:
-        """After it: the line of the file, the own tokens' experts, whether each choice is a row; on a GPU its begin."""
-        line, ids, has_row_per_choice, on_gpu = call
+    def end(self, call: tuple[Any, ...]) -> None:
+        """After it: the line of the file; on a GPU also what ``begin`` has returned, and of what rows are counted."""
+        line, *of_gpu = call
         with self._lock:
             if self._is_closed or os.getpid() != self._process:
                 return
-            line["per_choice"] = has_row_per_choice
-            line["device"] = "cpu" if on_gpu is None else f"cuda:{on_gpu.gpu.index}"
-            if on_gpu is None:
-                self._write(line, _counts(ids, line))
+            if not of_gpu:
+                self._write(line, "cpu")
                 return
-            on_gpu.end(line, ids)
+            on_gpu, *counted = of_gpu
+            if on_gpu is None:  # begin has failed
+                return
+            on_gpu.end(line, *counted)
             self._waiting.append(on_gpu)
             if len(self._waiting) >= _READ_AFTER and not on_gpu.is_captured:
                 self._take_what_is_done()
@@ -188,9 +189,9 @@ class _Recorder:
         """A GPU's figures follow one another, so that one that is not there keeps those behind it waiting."""
         while self._waiting and self._waiting[0].is_done():
             first = self._waiting.pop(0)
-            self._write(first.timed_line(), first.counts)
+            self._write(first.whole_line(), f"cuda:{first.gpu.index}")
 
-    def _write(self, line: dict[str, Any], counts: torch.Tensor | None) -> None:
+    def _write(self, line: dict[str, Any], device: str) -> None:
         rank, ranks = line.pop("rank"), line.pop("num_ranks")
         if rank not in self._files:
             try:
@@ -199,26 +200,9 @@ class _Recorder:
                 logger.error("nothing is recorded of rank %d: %s", rank, error)
                 self._is_closed = True
                 return
-        file, name, device = self._files[rank], line.pop("buffer"), line.pop("device")
-        number = file.buffer(name, {"rank": rank, "num_ranks": ranks, "device": device})
-        per_choice = line.pop("per_choice")
-        if not line["has_failed"]:
-            del line["has_failed"]
-        if counts is not None:
-            choices = counts[ranks:].tolist()
-            local = len(choices) // ranks
-            of_ranks = [sum(choices[r * local : (r + 1) * local]) for r in range(ranks)]
-            line["rows"] = of_ranks if per_choice else counts[:ranks].tolist()
-            line["choices"] = choices
+        file = self._files[rank]
+        number = file.buffer(line.pop("buffer"), {"rank": rank, "num_ranks": ranks, "device": device})
         file.write({"in_buffer": number, **line})
-
-
-def _counts(ids: torch.Tensor | None, line: dict[str, Any]) -> torch.Tensor | None:
-    """Of the own tokens those for each rank [R], and the choices of each expert [E]: int32. None: no rows travel."""
-    if ids is None:
-        return None
-    counts: torch.Tensor = torch.ops.nccl_ep.token_layout.default(ids, line["num_ranks"], 1, line["experts"])[0]
-    return counts
 
 
 class _Gpu:
@@ -269,7 +253,8 @@ class _OnGpu:
 
     def __init__(self, gpu: _Gpu, stream: Any, is_captured: bool) -> None:
         self.gpu, self.is_captured = gpu, is_captured
-        self.counts: torch.Tensor | None = None  # of page-locked memory, written by the GPU
+        self._counts: torch.Tensor | None = None  # of page-locked memory, written by the GPU
+        self._has_choices = self._has_row_per_choice = False
         self._stream = stream
         self._line: dict[str, Any] = {}
         self._begin: Any = None
@@ -279,17 +264,22 @@ class _OnGpu:
             self._begin, self._end, self._read = _timing_event(), _timing_event(), _timing_event()
             self._begin.record(stream)
 
-    def end(self, line: dict[str, Any], ids: torch.Tensor | None) -> None:
-        self._line = line
+    def end(
+        self, line: dict[str, Any], rows: torch.Tensor | None, ids: torch.Tensor | None, has_row_per_choice: bool
+    ) -> None:
+        """rows: [R], or they are counted of ids [T, K]; neither: no rows travel."""
+        self._line, self._has_row_per_choice = line, has_row_per_choice
         if self.is_captured:  # nothing may be added to the graph
             line["is_captured"] = True
             return
         self._end.record(self._stream)
         with torch.cuda.device(self.gpu.index), torch.cuda.stream(self._stream):
-            counts = _counts(ids, line)
+            counts, self._has_choices = rows, ids is not None
+            if ids is not None:
+                counts = torch.ops.nccl_ep.token_layout.default(ids, line["num_ranks"], 1, line["experts"])[0]
             if counts is not None:
-                self.counts = _page_locked(counts.shape)
-                self.counts.copy_(counts, non_blocking=True)
+                self._counts = _page_locked(counts.shape)
+                self._counts.copy_(counts, non_blocking=True)
         self._read.record(self._stream)
 
     def is_done(self) -> bool:
@@ -299,9 +289,21 @@ class _OnGpu:
         if not self.is_captured:
             self._read.synchronize()
 
-    def timed_line(self) -> dict[str, Any]:
-        if not self.is_captured and not self._line["has_failed"]:
-            begin_ns = self.gpu.ns_of(self._begin)
-            self._line["device_begin_ns"] = round(begin_ns)
-            self._line["device_us"] = round(self._begin.elapsed_time(self._end) * 1e3, 3)
-        return self._line
+    def whole_line(self) -> dict[str, Any]:
+        """Of an operation that is done."""
+        line = self._line
+        if self.is_captured or "has_failed" in line:
+            return line
+        line["device_begin_ns"] = round(self.gpu.ns_of(self._begin))
+        line["device_us"] = round(self._begin.elapsed_time(self._end) * 1e3, 3)
+        if self._counts is None:
+            return line
+        ranks = line["num_ranks"]
+        counts = self._counts.tolist()
+        line["rows"], choices = counts[:ranks], counts[ranks:]
+        if self._has_row_per_choice:
+            local = len(choices) // ranks
+            line["rows"] = [sum(choices[r * local : (r + 1) * local]) for r in range(ranks)]
+        if self._has_choices and not line["is_home_bound"]:
+            line["choices"] = choices
+        return line

@@ -137,7 +137,7 @@ void Group::combine(HtCombineParams& p, void* stream) {
                                      p.num_tokens, p.hidden, stream);
   seen.is_home_bound = true;
   seen.row_bytes = row.body_bytes;
-  seen.ids = p.handle.own.ids;
+  seen.rows = p.handle.counts + static_cast<int64_t>(rank_) * num_ranks();
   const Observed observed(seen);
   backend()->ht_combine(p, stream);
 }

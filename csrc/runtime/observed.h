@@ -24,9 +24,10 @@ struct Observation {
   int row_bytes = 0;                // of a row that travels; 0: none does, or the send of a split call has sent them
   bool is_home_bound = false;       // rows come to the rank whose tokens they are; else they leave it
   bool has_row_per_choice = false;  // else a row for each rank that has an expert of the token
-  const void* ids = nullptr;        // [T, K] experts of the own tokens, on the device; null: no rows
+  const void* ids = nullptr;        // [T, K] experts of the own tokens, on the device
   bool is_idx64 = false;
-  int device_index = -1;  // CUDA device; -1: the CPU
+  const int32_t* rows = nullptr;  // [R] rows to or from each rank, on the device when it is over; null: by the ids
+  int device_index = -1;          // CUDA device; -1: the CPU
   void* stream = nullptr;
 
   // All but the rows that travel.

@@ -7,6 +7,7 @@
 #include <chrono>
 #include <memory>
 #include <utility>
+#include <vector>
 
 #include "runtime/observed.h"
 #include "torch/common/lock.h"
@@ -22,19 +23,51 @@ int64_t now_ns() {
       .count();
 }
 
-py::object ids_of(const Observation& seen) {
-  if (seen.row_bytes == 0) return py::none();
-  const at::Device device = seen.device_index < 0 ? at::Device(at::kCPU) : at::Device(at::kCUDA, seen.device_index);
-  const auto options = at::TensorOptions().dtype(seen.is_idx64 ? at::kLong : at::kInt).device(device);
-  const int64_t sizes[] = {seen.num_tokens, seen.shape.topk};
-  const at::Tensor ids = seen.num_tokens == 0 || seen.ids == nullptr
-                             ? at::empty({0, seen.shape.topk}, options)
-                             : at::from_blob(const_cast<void*>(seen.ids), sizes, options);
-  return py::reinterpret_steal<py::object>(THPVariable_Wrap(ids));
+py::list list_of(const std::vector<int32_t>& values) {
+  py::list list;
+  for (int32_t value : values) list.append(value);
+  return list;
 }
 
-// Calls two functions of Python: on GPUs `begin(device, stream)`, then `end` with all that is known. What they raise is
-// shown as of a destructor, and ends nothing.
+// Rows to or from each rank [R], and, of a dispatch, the choices of each expert [E]: of an operation on the CPU, into
+// the line of the file.
+void count(const Observation& seen, py::dict& line) {
+  const auto ranks = static_cast<size_t>(seen.shape.num_ranks);
+  if (seen.rows != nullptr) {
+    line["rows"] = list_of({seen.rows, seen.rows + ranks});
+    return;
+  }
+  const auto experts = static_cast<size_t>(seen.shape.num_experts);
+  std::vector<int32_t> rows(ranks), choices(experts), owners(experts), last(ranks, -1);
+  for (size_t i = 0; i < experts; i++) owners[i] = seen.shape.owner(static_cast<int>(i));
+  int64_t at = 0;
+  for (int token = 0; token < seen.num_tokens; token++) {
+    for (int k = 0; k < seen.shape.topk; k++, at++) {
+      const int64_t id =
+          seen.is_idx64 ? static_cast<const int64_t*>(seen.ids)[at] : static_cast<const int32_t*>(seen.ids)[at];
+      if (!seen.shape.valid(id)) continue;
+      const auto expert = static_cast<size_t>(id);
+      const auto owner = static_cast<size_t>(owners[expert]);
+      choices[expert]++;
+      rows[owner] += seen.has_row_per_choice || last[owner] != token ? 1 : 0;
+      last[owner] = token;
+    }
+  }
+  line["rows"] = list_of(rows);
+  if (!seen.is_home_bound) line["choices"] = list_of(choices);
+}
+
+// The same of an operation on a GPU, for Python: a tensor over what it is counted of.
+py::object view(const Observation& seen, const void* data, at::IntArrayRef sizes, at::ScalarType type) {
+  const auto options = at::TensorOptions().dtype(type).device(at::Device(at::kCUDA, seen.device_index));
+  const bool is_empty = data == nullptr || sizes[0] == 0;
+  at::Tensor tensor = is_empty ? at::empty(sizes, options) : at::from_blob(const_cast<void*>(data), sizes, options);
+  return py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(tensor)));
+}
+
+// Calls two functions of Python: `end` with what is known of the operation; on GPUs before it `begin(device, stream)`,
+// whose result `end` gets, with rows [R] or ids [T, K], and whether each choice is a row. What they raise is shown as
+// of a destructor, and ends nothing.
 class PythonObserver : public Observer {
  public:
   PythonObserver(py::object begin, py::object end) : begin_(std::move(begin)), end_(std::move(end)) {}
@@ -51,19 +84,29 @@ class PythonObserver : public Observer {
   }
 
   void end(const Observation& seen, void* given, bool has_failed) noexcept override {
-    const std::unique_ptr<Begun> begun(static_cast<Begun*>(given));
     const int64_t end_ns = now_ns();
     const LockHold lock;
+    const std::unique_ptr<Begun> begun(static_cast<Begun*>(given));  // gone before the lock, which its object needs
     call(end_, [&] {
-      const py::object by_python = begun->by_python ? std::move(begun->by_python) : py::none();
-      return py::make_tuple(py::dict(py::arg("buffer") = seen.buffer, py::arg("rank") = seen.rank,
-                                     py::arg("num_ranks") = seen.shape.num_ranks, py::arg("operation") = seen.operation,
-                                     py::arg("number") = seen.number, py::arg("begin_ns") = begun->ns,
-                                     py::arg("end_ns") = end_ns, py::arg("tokens") = seen.num_tokens,
-                                     py::arg("hidden") = seen.hidden, py::arg("topk") = seen.shape.topk,
-                                     py::arg("experts") = seen.shape.num_experts, py::arg("row_bytes") = seen.row_bytes,
-                                     py::arg("is_home_bound") = seen.is_home_bound, py::arg("has_failed") = has_failed),
-                            has_failed ? py::none() : ids_of(seen), seen.has_row_per_choice, by_python);
+      py::dict line(py::arg("buffer") = seen.buffer, py::arg("rank") = seen.rank,
+                    py::arg("num_ranks") = seen.shape.num_ranks, py::arg("operation") = seen.operation,
+                    py::arg("number") = seen.number, py::arg("begin_ns") = begun->ns, py::arg("end_ns") = end_ns,
+                    py::arg("tokens") = seen.num_tokens, py::arg("hidden") = seen.hidden,
+                    py::arg("topk") = seen.shape.topk, py::arg("experts") = seen.shape.num_experts,
+                    py::arg("row_bytes") = seen.row_bytes, py::arg("is_home_bound") = seen.is_home_bound);
+      if (has_failed) line["has_failed"] = true;
+      const bool has_rows = seen.row_bytes > 0 && !has_failed;
+      if (seen.device_index < 0) {
+        if (has_rows) count(seen, line);
+        return py::make_tuple(line);
+      }
+      py::object by_python = py::none(), rows = py::none(), ids = py::none();
+      if (begun->by_python) by_python = begun->by_python;
+      if (has_rows && seen.rows != nullptr) rows = view(seen, seen.rows, {seen.shape.num_ranks}, at::kInt);
+      if (has_rows && seen.rows == nullptr) {
+        ids = view(seen, seen.ids, {seen.num_tokens, seen.shape.topk}, seen.is_idx64 ? at::kLong : at::kInt);
+      }
+      return py::make_tuple(line, by_python, rows, ids, seen.has_row_per_choice);
     });
   }
 

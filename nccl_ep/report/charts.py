@@ -65,13 +65,10 @@ def heat_map(values: Sequence[Sequence[float]], unit: str, rows: str, columns: s
 
 
 def line_chart(
-    series: Sequence[tuple[str, str, Sequence[float | None]]],
-    unit: str,
-    x_name: str,
-    floor: float = 0.0,
-    name: str = "",
+    series: Sequence[Series], unit: str, x_name: str, floor: float = 0.0, name: str = "", at: Sequence[int] = ()
 ) -> str:
-    """Lines over 0, 1, 2, ... series: (name, colour's class, values); None is a gap. floor: where the y axis begins."""
+    """Lines over ``at``, by default 0, 1, 2, ...; series: (name, colour's class, values), None is a gap. floor: where
+    the y axis begins."""
     count = max(len(values) for _, _, values in series)
     stretch = math.ceil(count / MOST_POINTS)
     shown = [(label, colour, _joined(values, stretch)) for label, colour, values in series]
@@ -92,7 +89,7 @@ def line_chart(
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(_tick(si(tick, unit), _LEFT - 8, y + 4, "end"))
     for index in _indices(points):
-        parts.append(_tick(index * stretch, x_of(index), _HEIGHT - _BOTTOM + 16, "middle"))
+        parts.append(_tick(at[index] if at else index * stretch, x_of(index), _HEIGHT - _BOTTOM + 16, "middle"))
     parts.append(_x_name(x_name))
     for label, colour, values in shown:
         for run in _runs(values):
@@ -105,7 +102,8 @@ def line_chart(
                     parts.append(f'<circle class="dot {colour}" cx="{x_of(i):.1f}" cy="{y_of(value):.1f}" r="3"/>')
     parts.append(f'<line class="cursor" x1="0" x2="0" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>')
     about = {
-        "left": _LEFT, "width": _WIDTH - _LEFT - _RIGHT, "stretch": stretch, "unit": unit, "x": x_name,
+        "name": name, "left": _LEFT, "width": _WIDTH - _LEFT - _RIGHT, "stretch": stretch, "unit": unit, "x": x_name,
+        "at": list(at),
         "series": [{"name": label, "colour": colour, "values": values} for label, colour, values in shown],
     }  # fmt: skip
     data = html.escape(json.dumps(about), quote=True)

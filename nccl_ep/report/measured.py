@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from . import charts
 from .inputs import Json
 from .markup import Html, section, table
 
@@ -92,8 +94,37 @@ def _group(shape: tuple[Any, ...], group: list[Json], timed: list[Json], is_open
         "floor us",
         "of the floor",
     ]
-    shown = table(header, rows, left=5)
-    return f"<details{' open' if is_open else ''}><summary>{title}: {len(rows):,} times</summary>{shown}</details>"
+    pictures = f'<div class="side">{_pictures(group, floors)}</div>'
+    shown = f"{pictures}<details><summary>All {len(rows):,} times</summary>{table(header, rows, left=5)}</details>"
+    return f"<details{' open' if is_open else ''}><summary>{html.escape(title)}</summary>{shown}</details>"
+
+
+def _pictures(group: list[Json], floors: dict[tuple[Any, ...], float]) -> str:
+    """Time over tokens of each operation that has three numbers of tokens or more: ours as it is called from Python,
+    others, the floor. Of several dtypes each has its own."""
+    lines: dict[tuple[str, str], dict[str, dict[int, float]]] = {}
+    for each in group:
+        is_plain = each["system"] != "nccl_ep" or each["api"] == "native"
+        if is_plain and each["tokens"] is not None and each["figure"] in _FIGURES and each["figure"] != "host":
+            name = f"{each['system']}, {_FIGURES[each['figure']]}"
+            of_call = lines.setdefault((str(each["op"]), str(each["dtype"])), {})
+            of_call.setdefault(name, {}).setdefault(each["tokens"], each["value"])
+    pictures = []
+    for (op, dtype), of_call in sorted(lines.items()):
+        found = {name: values for name, values in of_call.items() if len(values) >= 3}
+        tokens = sorted({at for values in found.values() for at in values})
+        if not found:
+            continue
+        series: list[charts.Series] = [
+            (name, colour, [found[name].get(at) for at in tokens])
+            for name, colour in zip(sorted(found), ("s1", "s2", "s3", "s4", "host"), strict=False)
+        ]
+        floor = [floors.get((op, at, dtype)) for at in tokens]
+        if any(each is not None for each in floor):
+            series.append(("floor: the wire alone", "late", floor))
+        chart = charts.line_chart(series, "us", "tokens of a rank", name=f"{op}, {dtype}", at=tokens)
+        pictures.append(f"<div><h3>{html.escape(f'{op}, {dtype}')}</h3>{chart}</div>")
+    return "".join(pictures)
 
 
 def _call(record: Json) -> tuple[Any, ...]:

@@ -33,7 +33,8 @@
       const first = i * about.stretch, last = first + about.stretch - 1;
       const lines = about.series.filter(each => each.values[i] != null).map(
         each => each.name + ": " + (about.unit === "us" ? time(each.values[i]) : Number(each.values[i].toPrecision(4))));
-      show(event, [about.x + " " + (last > first ? first + " to " + last : first), ...lines].join("\n"));
+      const at_x = about.at.length ? about.at[i] : last > first ? first + " to " + last : first;
+      show(event, [about.x + " " + at_x, ...lines].join("\n"));
     });
     svg.addEventListener("pointerleave", () => { cursor.style.visibility = "hidden"; hide(); });
   }

@@ -28,6 +28,7 @@ def test_the_benchmark_and_its_records_are_not_packed(tmp_path: Path) -> None:
         packed = archive.namelist()
     with tarfile.open(sources) as archive:
         given = [name.partition("/")[2] for name in archive.getnames()]
+    assert {"nccl_ep/report/page.css", "nccl_ep/report/page.js"} <= set(packed)
     assert "nccl_ep/buffer.py" in packed and "csrc/include/nccl_ep.h" in given
     assert [name for name in packed if not name.startswith(("nccl_ep/", "nccl_ep-"))] == []
     measuring = [name for name in (*packed, *given) if "bench" in Path(name).parts and not name.startswith("csrc/")]

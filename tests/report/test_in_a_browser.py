@@ -75,9 +75,11 @@ def test_the_page_as_a_browser_shows_it(tmp_path: Path, scheme: str) -> None:
     drawn, all_spans = json.loads(written("drawn")), len(found["spans"])
     assert f'data-bars="{all_spans}"' in done.stdout and all_spans == RANKS * programs.STEPS * 4
     assert 0 < drawn[3] <= drawn[1] == drawn[2] <= all_spans  # bars that would lie within half a pixel are one
-    load_said, *times_said, span_said = json.loads(written("said"))
+    load_said, *lines_said, span_said = json.loads(written("said"))
     shown = [float(f"{found['load'][1][name]:.4g}") for name in ("max_over_mean", "rank_max_over_mean")]
     assert [float(text) for text in re.findall(r"mean: ([\d.]+)", load_said)] == shown
-    assert len(times_said) == 4 and all("host's call: " in text and "longest wait" in text for text in times_said)
+    times_said, records_said = lines_said[:4], lines_said[4:]
+    assert all("host's call: " in text and "longest wait" in text for text in times_said)
+    assert any(re.search(r"tokens of a rank 8\n(.*\n)*floor: the wire alone: ", text) for text in records_said)
     assert re.match(r"rank 0, host: dispatch 1\n[\d.]+ (us|ms|s), at ", span_said)
     assert written("paper") == {"light": "rgb(246, 246, 244)", "dark": "rgb(22, 22, 21)"}[scheme]

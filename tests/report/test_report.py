@@ -31,6 +31,7 @@ class Page(HTMLParser):
         super().__init__()
         self.heat: dict[str, dict[tuple[int, int], float]] = {}
         self.bars: list[float] = []
+        self.lines: list[dict[str, Any]] = []  # of the charts
         self.text, self.fetched, self.data = "", [], ""
         self._in_heat = self._tag = ""
         self.feed(text)
@@ -41,6 +42,8 @@ class Page(HTMLParser):
         self.fetched += [attributes[name] for name in ("src", "href") if attributes.get(name, "data:,") != "data:,"]
         if "data-heat" in attributes:
             self._in_heat = attributes["data-heat"]
+        if "data-lines" in attributes:
+            self.lines.append(json.loads(attributes["data-lines"]))
         if attributes.get("class") == "cell":
             place = int(attributes["data-row"]), int(attributes["data-column"])
             self.heat.setdefault(self._in_heat, {})[place] = float(attributes["data-value"])
@@ -207,6 +210,9 @@ def test_records_stand_beside_the_floor(tmp_path: Path) -> None:
     )  # fmt: skip
     said = f"dispatchnccl_epnativein a CUDA graphfp8128{mine:,.1f}"
     assert re.search(re.escape(said) + rf"[\d.]+{floor:,.1f}{mine / floor:.2f}", page.text)
+    chart = next(each for each in page.lines if each["name"] == "dispatch, fp8")
+    shown = {each["name"]: dict(zip(chart["at"], each["values"], strict=True)) for each in chart["series"]}
+    assert shown["nccl_ep, in a CUDA graph"][128] == mine and shown["floor: the wire alone"][128] == floor
 
 
 def test_estimates_installations_and_counters_are_shown(tmp_path: Path) -> None:
