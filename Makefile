@@ -138,7 +138,8 @@ emulated: .venv/ready
 # The newest torch, of which an extension built against another is not one. (pip brings its CUDA packages too, without which
 # torch cannot be imported: 2.9 GB to fetch, 5.4 GB on disk.) To look for a newer one: rm -r .venv-newest
 # With Python 3.12 or newer where the machine has one, or uv fetches it: newer frameworks ask for it.
-newest_tests := tests/api tests/torch_events tests/ll tests/ht tests/deep_ep tests/training tests/docs/test_doctor.py
+newest_tests := tests/api tests/torch_events tests/ll tests/ht tests/deep_ep tests/nvidia tests/training \
+    tests/frameworks/test_token_switch.py tests/docs/test_doctor.py
 
 .venv-newest/ready: requirements/newest.txt
 	test -x .venv-newest/bin/python || "$$($(PYTHON) tools/newer_python.py || echo $(PYTHON))" -m venv .venv-newest

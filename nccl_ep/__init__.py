@@ -20,6 +20,7 @@ from .recording import record
 if TYPE_CHECKING:
     from .deep_ep import Config, topk_idx_t
     from .deep_ep.install import install_as_deep_ep
+    from .nvidia.install import install_as_nccl_ep
 
 log.set_up()
 recording.set_up()
@@ -50,6 +51,7 @@ __all__ = [
     "dispatch_cached",
     "dispatch_send",
     "install_as_deep_ep",
+    "install_as_nccl_ep",
     "mark_tokens",
     "metrics",
     "record",
@@ -71,4 +73,8 @@ if not TYPE_CHECKING:  # or every name would be there for mypy
             from .deep_ep.install import install_as_deep_ep
 
             return install_as_deep_ep
+        if name == "install_as_nccl_ep":
+            from .nvidia.install import install_as_nccl_ep
+
+            return install_as_nccl_ep
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

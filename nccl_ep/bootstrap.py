@@ -53,21 +53,16 @@ def late(rank: int, timeout: float, missing: list[int]) -> TimeoutError:
     )
 
 
-class ProcessGroupRendezvous:
-    """Ranks of a torch process group, of any backend, which meet through the group's store.
+class StoreRendezvous:
+    """Ranks that meet through a store of torch.
 
     The store may still have keys of earlier buffers, tries and groups of the same name. So every collective is a
     ``_StoreMeeting`` with a name that was never used before.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        # By the group itself: torch's world need not know of it.
-        self._rank, self._size = group.rank(), group.size()
-        try:
-            name: str = group.group_name
-        except RuntimeError:  # it has none
-            name = ""
-        self._store = _Store(group.get_group_store(), f"nccl_ep/{name}", self._rank)
+    def __init__(self, store: Any, name: str, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+        self._store = _Store(store, f"nccl_ep/{name}", rank)
         self._place = ""
 
     def rank(self) -> int:
@@ -92,6 +87,18 @@ class ProcessGroupRendezvous:
         meeting.leave(failed=False)
         # The buffer is there: what its ranks do together from now on is apart from what those of other buffers do.
         self._place = self._place or f"{meeting.name}/"
+
+
+class ProcessGroupRendezvous(StoreRendezvous):
+    """Ranks of a torch process group, of any backend, which meet through the group's store."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        try:
+            name: str = group.group_name
+        except RuntimeError:  # it has none
+            name = ""
+        # By the group itself: torch's world need not know of it.
+        super().__init__(group.get_group_store(), name, group.rank(), group.size())
 
 
 class _Store:
@@ -261,7 +268,7 @@ class MpiRendezvous:
 
 def meeting_of(rendezvous: Rendezvous) -> contextlib.AbstractContextManager[Allgather]:
     """How the ranks gather in one collective. It is over at the end of the ``with``."""
-    if isinstance(rendezvous, ProcessGroupRendezvous):
+    if isinstance(rendezvous, StoreRendezvous):
         return rendezvous.meet()
 
     def allgather(mine: bytes, timeout: float) -> list[bytes]:

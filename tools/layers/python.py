@@ -4,6 +4,9 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+FACES = ("deep_ep", "nvidia")  # folders of nccl_ep with the names of others
+ASKED_FOR = (*FACES, "integrations")  # folders that nothing else needs
+
 
 def run_at_import(body: list[ast.stmt]) -> Iterator[ast.stmt]:
     """What stands in no function, and is not for type checkers alone."""
@@ -23,14 +26,15 @@ def is_for_types(node: ast.AST) -> bool:
 
 
 def faults(core: Path, path: Path, text: str) -> Iterator[str]:
-    """nccl_ep.deep_ep is a face over the core: the core imports without it."""
-    if core / "deep_ep" in path.parents or core not in path.parents:
+    """nccl_ep.deep_ep and nccl_ep.nvidia are faces over the core: the core imports without them."""
+    if core not in path.parents or path.relative_to(core).parts[0] in ASKED_FOR:
         return
     for node in run_at_import(ast.parse(text).body):
         names = [alias.name for alias in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
         module = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
-        if any("deep_ep" in f"{module}.{name}".split(".") for name in names):
-            yield f"imports deep_ep in line {node.lineno}: only inside a function, when it is asked for"
+        for face in FACES:
+            if any(face in f"{module}.{name}".split(".") for name in names):
+                yield f"imports {face} in line {node.lineno}: only inside a function, when it is asked for"
 
 
 def module_name(root: Path, path: Path) -> str:

@@ -1,0 +1,101 @@
+"""``nccl.ep``'s ``Handle``: a routing, and the operations that follow it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..errors import UsageError
+from .high_throughput import HighThroughput
+from .low_latency import LowLatency
+from .streams import on_stream
+from .structs import (
+    CombineConfig,
+    CombineInputs,
+    CombineOutputs,
+    DispatchConfig,
+    DispatchInputs,
+    DispatchOutputs,
+    LayoutInfo,
+)
+from .tensor import tensor_of
+
+
+class Handle:
+    """Made by ``Group.create_handle``. ``stream`` of every call: a CUDA stream, its number, or None for number 0."""
+
+    def __init__(self, mode: LowLatency | HighThroughput) -> None:
+        self._mode: LowLatency | HighThroughput | None = mode
+
+    def _valid(self) -> LowLatency | HighThroughput:
+        if self._mode is None:
+            raise UsageError("the handle was destroyed")
+        return self._mode
+
+    @property
+    def ptr(self) -> int:
+        """A number of this object. (There is no C struct behind it.)"""
+        self._valid()
+        return id(self)
+
+    def update(self, topk_idx: Any, *, layout_info: LayoutInfo | None = None, stream: Any) -> None:
+        """Another routing for the next dispatch.
+
+        Args:
+            topk_idx: int32 or int64 [T, K]; it must not change until that dispatch is done. -1 is no choice.
+            layout_info: high throughput: counters to fill, for which all ranks wait for one another. All give one, or
+                none.
+
+        Raises: ValueError for what cannot be served, otherwise as ``nccl_ep.dispatch``.
+        """
+        mode = self._valid()
+        ids = tensor_of(topk_idx, "topk_idx", mode.device)
+        if ids.dim() != 2 or ids.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"topk_idx is {ids.dtype} {list(ids.shape)}, must be int32 or int64 [tokens, top-k]")
+        with on_stream(mode.device, stream):
+            mode.update(ids.contiguous(), layout_info)
+
+    def dispatch(
+        self,
+        inputs: DispatchInputs,
+        outputs: DispatchOutputs,
+        *,
+        layout_info: LayoutInfo | None = None,
+        config: DispatchConfig | None = None,
+        stream: Any,
+    ) -> None:
+        """Sends tokens to their experts. Collective.
+
+        Raises: ValueError for tensors that do not fit, before anything is sent; OverflowError where rows were dropped
+        and the group's policy is TRAP; otherwise as ``nccl_ep.dispatch``.
+        """
+        mode = self._valid()
+        with on_stream(mode.device, stream):
+            mode.dispatch(inputs, outputs, layout_info, config or DispatchConfig())
+
+    def combine(
+        self, inputs: CombineInputs, outputs: CombineOutputs, *, config: CombineConfig | None = None, stream: Any
+    ) -> None:
+        """Brings rows home, along the routes of this handle's last dispatch. Collective.
+
+        Raises: UsageError before a dispatch; ValueError for tensors that do not fit; otherwise as ``nccl_ep.combine``.
+        """
+        mode = self._valid()
+        with on_stream(mode.device, stream):
+            mode.combine(inputs, outputs, config or CombineConfig())
+
+    def complete(self, *, config: int = 0, stream: Any) -> None:
+        """Receives what ``send_only`` has left. Nothing to do otherwise. ValueError for a config, which is reserved."""
+        if config != 0:
+            raise ValueError(f"config is {config!r}, must be 0")
+        mode = self._valid()
+        with on_stream(mode.device, stream):
+            mode.complete()
+
+    def destroy(self) -> None:
+        """May be called twice."""
+        self._mode = None
+
+    def __repr__(self) -> str:
+        return "<Handle destroyed>" if self._mode is None else f"<Handle {self._mode.layout.name}>"

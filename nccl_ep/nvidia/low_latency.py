@@ -1,0 +1,167 @@
+"""A handle's operations in low latency."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .. import _C, functional
+from ..config import dispatch_numbers
+from ..errors import UsageError
+from ..handle import Handle as Routing
+from ..pending import receive_lost
+from .enums import CombineQuantizationRecipe, Layout
+from .enums import DispatchQuantizationRecipe as Recipe
+from .mode import Mode
+from .outputs import exactly, ids_as_wide, new_handle, outputs_for
+from .structs import (
+    CombineConfig,
+    CombineInputs,
+    CombineOutputs,
+    DispatchConfig,
+    DispatchInputs,
+    DispatchOutputs,
+    LayoutInfo,
+)
+from .tensor import tensor_of, tensor_or_none
+
+_ops = torch.ops.nccl_ep
+_QUANTS = ("fp8", "fp8_rounded")  # by round_scales
+
+
+class LowLatency(Mode):
+    """Operations write into the caller's tensors themselves, but for split ones, whose results are copied."""
+
+    _receive: Callable[[], None] | None = None  # what is left of a split operation
+
+    def update(self, topk_idx: torch.Tensor, info: LayoutInfo | None) -> None:
+        """The routing of the next dispatch. Nothing is sent."""
+        if info is not None:
+            raise ValueError("layout_info is given to the dispatch in low latency, must be None here")
+        self._topk_idx = topk_idx
+
+    def dispatch(
+        self, inputs: DispatchInputs, outputs: DispatchOutputs, info: LayoutInfo | None, config: DispatchConfig
+    ) -> None:
+        self._require_received()
+        by_rank = self.layout is Layout.RANK_MAJOR
+        x = tensor_of(inputs.tokens, "inputs.tokens", self.device).contiguous()
+        weights = tensor_of(inputs.topk_weights, "inputs.topk_weights", self.device) if by_rank else None
+        scales = tensor_or_none(inputs.scales, "inputs.scales", self.device)
+        given = self.given(outputs)
+        recipe = Recipe(config.quantization_recipe)
+        _check_recipe(recipe, scales, given["scales"], config)
+        quant = _QUANTS[bool(config.round_scales)] if recipe is Recipe.DS_FP8E3M4 else None
+        counter = self._counter(info, given)
+        topk_idx = ids_as_wide(self._topk_idx, given["topk_idx"], self.sizes.num_experts)
+        shape: dict[str, Any] = {
+            "num_experts": self.sizes.num_experts, "layout": "rank_major" if by_rank else "expert_major",
+            "max_tokens": self.sizes.max_tokens, "quant": quant, "num_sms": self.sizes.num_sms,
+        }  # fmt: skip
+        if not config.send_only:
+            self._dispatch(x, scales, topk_idx, weights, given, counter, info, **shape)
+            return
+        pending = functional.dispatch_send(x, topk_idx, weights, buffer=self.buffer, scales=scales, **shape)
+
+        def receive() -> None:
+            out = pending.receive()
+            self._sent = out.handle
+            self.number_experts(out.topk_idx, info)
+            made = {"tokens": out.x, "scales": out.scales, "topk_weights": out.weights, "topk_idx": out.topk_idx}
+            for name, source in made.items():
+                if source is not None and (to := given[name]) is not None:
+                    exactly(to, name, source.shape, source.dtype).copy_(source)
+            count(out.counts, counter)
+
+        self._receive = receive
+
+    def _dispatch(
+        self, x: torch.Tensor, scales: torch.Tensor | None, topk_idx: torch.Tensor, weights: torch.Tensor | None,
+        given: dict[str, torch.Tensor | None], counter: torch.Tensor | None, info: LayoutInfo | None, *,
+        num_experts: int, layout: str, max_tokens: int, quant: str | None, num_sms: int,
+    ) -> None:  # fmt: skip
+        buffer, topk, ranks = self.buffer, topk_idx.shape[1], self.buffer.num_ranks
+        _, rows, _, _, numbers = dispatch_numbers(
+            num_experts, "ll", layout, max_tokens, None, 1, quant, False, num_sms, topk, 0, ranks, buffer.ll_max_tokens
+        )
+        capacity = ranks * max_tokens if layout == "expert_major" else max_tokens
+        made = outputs_for(buffer, numbers, capacity, x, scales, topk_idx, given)
+        handle = new_handle(x, _C.handle_size(numbers, ranks, len(x)))
+        to = made.tensors
+        with self.told():
+            if buffer._open_sends:
+                receive_lost(buffer, "dispatch")
+            _ops.ll_dispatch_out.default(
+                buffer._seq, x, scales, topk_idx, weights, capacity, numbers, *to.values(), handle
+            )
+        self._sent = Routing(
+            handle, buffer._seq, len(x), topk, num_experts, max_tokens, rows, capacity, ranks,
+            weights=to["topk_weights"],
+        )  # fmt: skip
+        self.number_experts(to["topk_idx"], info)
+        made.deliver()
+        count(to["info"], counter)
+
+    def _counter(self, info: LayoutInfo | None, given: dict[str, torch.Tensor | None]) -> torch.Tensor | None:
+        """Of experts, or of source ranks."""
+        has_counters = info is not None and info.expert_counters is not None
+        by_expert = self.layout is Layout.EXPERT_MAJOR
+        if by_expert != has_counters:
+            raise ValueError(
+                f"layout_info.expert_counters is {'given' if has_counters else 'None'} in {self.layout.name}: it is "
+                "given in EXPERT_MAJOR, and only there"
+            )
+        if by_expert and (given["topk_idx"] is not None or given["topk_weights"] is not None):
+            raise ValueError("outputs.topk_idx and outputs.topk_weights are of RANK_MAJOR, must be None here")
+        if by_expert:
+            return self.counter(info, "expert_counters", self.local_experts)
+        return self.counter(info, "src_rank_counters", self.buffer.num_ranks)
+
+    def combine(self, inputs: CombineInputs, outputs: CombineOutputs, config: CombineConfig) -> None:
+        self._require_received()
+        rows = tensor_of(inputs.tokens, "inputs.tokens", self.device).contiguous()
+        to, sent = tensor_of(outputs.tokens, "outputs.tokens", self.device), self.sent
+        if CombineQuantizationRecipe(config.quantization_recipe) is not CombineQuantizationRecipe.NONE:
+            raise ValueError("quantization_recipe is NVFP4: nccl_ep sends sums in the dtype of the rows, must be NONE")
+        weights = None
+        if self.layout is Layout.EXPERT_MAJOR:
+            weights = tensor_or_none(outputs.topk_weights, "outputs.topk_weights", self.device)
+        if not config.send_only:
+            self.combine_into(to, rows, sent, weights)
+            return
+        to = exactly(to, "tokens", [sent.num_tokens, rows.shape[-1]], to.dtype)
+        options = {"weights": weights, "out_dtype": to.dtype, "num_sms": self.sizes.num_sms}
+        pending = functional.combine_send(rows, sent, **options)  # type: ignore[arg-type]
+        self._receive = lambda: (to.copy_(pending.receive()), None)[1]
+
+    def complete(self) -> None:
+        """Receives what was only sent, if anything was."""
+        receive, self._receive = self._receive, None
+        if receive is not None:
+            receive()
+
+    def _require_received(self) -> None:
+        if self._receive is not None:
+            raise UsageError("an operation of this handle was sent and is not complete: call complete() first")
+
+
+def count(counts: torch.Tensor, counter: torch.Tensor | None) -> None:
+    """``counts`` may be longer: an info tensor begins with them."""
+    if counter is not None:
+        counter.copy_(counts[: len(counter)])
+
+
+def _check_recipe(
+    recipe: Recipe, scales: torch.Tensor | None, out_scales: torch.Tensor | None, config: DispatchConfig
+) -> None:
+    """ValueError for scales that do not belong to the recipe."""
+    for name, is_given, must in (
+        ("inputs.scales", scales is not None, recipe is Recipe.FWD),
+        ("outputs.scales", out_scales is not None, recipe is not Recipe.NONE),
+    ):
+        if is_given != must:
+            raise ValueError(f"{name} is {'given' if is_given else 'None'} with recipe {recipe.name}")
+    if recipe is Recipe.FWD and config.round_scales:
+        raise ValueError(f"round_scales is {config.round_scales} with recipe FWD, which moves scales as they are")

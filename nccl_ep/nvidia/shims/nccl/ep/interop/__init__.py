@@ -1,0 +1,1 @@
+"""Frameworks beside nccl.ep."""

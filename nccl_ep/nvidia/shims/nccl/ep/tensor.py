@@ -1,0 +1,5 @@
+"""Where callers look for tensors."""
+
+from nccl_ep.nvidia import Tensor
+
+__all__ = ["Tensor"]
