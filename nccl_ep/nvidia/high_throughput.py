@@ -15,7 +15,7 @@ from ..handle import Layout as Rows
 from .enums import DispatchQuantizationRecipe as Recipe
 from .enums import Layout, PassDir
 from .mode import Mode, Sizes
-from .outputs import exactly, ids_as_wide, new_handle, outputs_for
+from .outputs import exactly, ids_as_wide, new_handle, outputs_for, trap
 from .structs import (
     CombineConfig,
     CombineInputs,
@@ -133,7 +133,7 @@ class HighThroughput(Mode):
                 buffer._seq, [x], scales, topk_idx, weights, capacity, numbers, [out_x], *rest, route, slots
             )
             if not sizes.drops and capacity < self._most_rows(numbers):
-                self._trap(made.tensors["info"], capacity, numbers)
+                trap(buffer, made.tensors["info"], capacity, numbers)
         self._sent = Routing(
             route, buffer._seq, len(x), topk_idx.shape[1], sizes.num_experts, sizes.max_tokens, self.rows, capacity,
             ranks, "ht", slots, self.alignment, made.tensors["topk_weights"],
@@ -146,14 +146,6 @@ class HighThroughput(Mode):
         if self.rows is Rows.FLAT:
             return self.buffer.num_ranks * self.sizes.max_tokens
         return _C.default_capacity(numbers, self.buffer.num_ranks)
-
-    def _trap(self, info: torch.Tensor, capacity: int, numbers: tuple[int, ...]) -> None:
-        """OverflowError where rows were dropped. In a graph there is no host to raise it: there the device stops."""
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            _, _, overflow_at, *_ = _C.info_parts(int(self.rows), self.buffer.num_ranks, self.sizes.num_experts)
-            torch._assert_async(info[overflow_at] == 0)
-            return
-        _ops.require_no_overflow.default(self.buffer._seq, info, capacity, numbers)
 
     def _backward(
         self, x: torch.Tensor, scales: torch.Tensor | None, given: dict[str, torch.Tensor | None]

@@ -9,6 +9,7 @@ import torch
 
 from .. import _C
 from ..buffer import Buffer
+from ..config import dispatch_fields
 from ..ops import scales_of
 
 NAMES = ("tokens", "scales", "topk_weights", "topk_idx", "row_expert", "info")  # in the order of the ops' outputs
@@ -68,3 +69,18 @@ def ids_as_wide(topk_idx: torch.Tensor, out: torch.Tensor | None, num_experts: i
     if out is None or topk_idx.dtype == out.dtype:
         return topk_idx
     return topk_idx.clamp(-1, num_experts).to(out.dtype)
+
+
+def trap(buffer: Buffer, info: torch.Tensor, capacity: int, numbers: tuple[int, ...]) -> None:
+    """OverflowError where rows were dropped: the host waits for the count. In a graph, where no host can raise it, the
+    device stops.
+
+    Args:
+        info: that a dispatch has filled. numbers: its config.
+    """
+    if info.is_cuda and torch.cuda.is_current_stream_capturing():
+        fields = dispatch_fields(numbers)
+        overflow_at = _C.info_parts(fields["layout"], buffer.num_ranks, fields["num_experts"])[2]
+        torch._assert_async(info[overflow_at] == 0)
+        return
+    torch.ops.nccl_ep.require_no_overflow.default(buffer._seq, info, capacity, numbers)

@@ -122,7 +122,8 @@ def test_documents_tell_every_public_name_and_method() -> None:
 
 
 LONGEST = 160  # characters of a line
-LONG_ROWS = ("architecture.md", "migrating_from_deepep.md")  # pages with tables whose rows are longer still
+# Pages with tables whose rows are longer still
+LONG_ROWS = ("architecture.md", "frameworks.md", "migrating_from_deepep.md", "migrating_from_nccl_ep.md")
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

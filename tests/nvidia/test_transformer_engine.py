@@ -1,0 +1,134 @@
+"""The provider of ``transformer_engine.pytorch.ep``, called as its callers do.
+
+Read on 28 November 2026: Transformer Engine's module of that name, as it has eager mode and ``drop_on_overflow``; of
+Megatron-core's ``fused_a2a`` what calls it: ``ensure_nccl_ep_bootstrapped``, ``nccl_ep_dispatch``, ``nccl_ep_combine``.
+Neither package is installed here: this is a contract test.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+import nccl_ep
+from nccl_ep.integrations import transformer_engine_ep
+from nccl_ep.testing import run_ranks
+from tests.deep_ep.test_install import python
+from tests.nvidia.tokens import EXPERTS, HIDDEN, LOCAL, MOST, RANKS, TOPK, rows_of_expert, tokens_of
+
+ROOM = 64
+
+
+def provider(rank: int) -> Any:
+    """A rank's own: there is one group a process, and ranks are threads here."""
+    name = f"nccl_ep.integrations._transformer_engine_ep_{rank}"
+    spec = importlib.util.spec_from_file_location(name, transformer_engine_ep.__file__)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def bootstrap(te_ep: Any, group: Any, **options: Any) -> None:
+    te_ep.ep_bootstrap(
+        group, num_experts=EXPERTS, max_tokens_per_rank=MOST, hidden_dim=HIDDEN, max_num_sms=0,
+        **({"recv_capacity_per_rank": ROOM, "zero_copy": False, "device": "cpu"} | options),
+    )  # fmt: skip
+
+
+def buffer_of(te_ep: Any, alignment: int, room: int = ROOM) -> Any:
+    return te_ep.EpBuffer(
+        top_k=TOPK, max_tokens_per_rank=MOST, recv_capacity_per_rank=room, hidden_dim=HIDDEN,
+        num_local_experts=LOCAL, alignment=alignment,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("alignment", [0, 4])
+def test_a_layer_and_its_gradients(eager: bool, alignment: int) -> None:
+    def body(group: Any) -> None:
+        te_ep, mine, step = provider(group.rank()), tokens_of(group.rank()), max(1, alignment)
+        assert te_ep._BOOTSTRAPPED is False
+        bootstrap(te_ep, group, eager=eager, max_num_topk=TOPK)
+        assert te_ep._BOOTSTRAPPED is True
+        with pytest.raises(nccl_ep.UsageError, match="ep_bootstrap was called already"):
+            bootstrap(te_ep, group)
+        buffer = buffer_of(te_ep, alignment)
+        counts = [len(rows_of_expert(group.rank() * LOCAL + local)) for local in range(LOCAL)]
+        padded = [-(-count // step) * step for count in counts]
+        assert te_ep.ep_prepare(buffer, mine.ids).tolist() == padded
+        assert buffer.total_recv_tokens.tolist() == [sum(padded)]
+        x, weights = mine.x.clone().requires_grad_(), mine.weights.clone().requires_grad_()
+        kept = None if eager else torch.zeros(ROOM, HIDDEN, dtype=torch.bfloat16)
+        rows, probs, per_expert = te_ep.ep_dispatch(buffer, x, mine.ids, weights, recv_tokens=kept)
+        assert rows.shape == (sum(padded) if eager else ROOM, HIDDEN) and per_expert.tolist() == padded
+        assert kept is None or kept[: sum(padded)].equal(rows[: sum(padded)])
+        made = rows * probs[:, None].to(rows.dtype)
+        grad_out = torch.zeros_like(rows)
+        out = te_ep.ep_combine(buffer, made, num_local_tokens=len(mine.x), grad_out=grad_out)
+        grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(group.rank())).bfloat16()
+        out.backward(grad)
+        factor = (mine.weights * (mine.ids >= 0)).sum(1, keepdim=True)
+        assert x.grad is not None and weights.grad is not None
+        torch.testing.assert_close(out.float(), mine.x.float() * factor, rtol=3e-2, atol=5e-2)
+        torch.testing.assert_close(x.grad.float(), grad.float() * factor, rtol=3e-2, atol=5e-2)
+        want = torch.where(mine.ids >= 0, (grad.float() * mine.x.float()).sum(1, keepdim=True), 0)
+        torch.testing.assert_close(weights.grad, want, rtol=3e-2, atol=0.5)
+        assert grad_out.any()
+        te_ep.ep_finalize()
+        te_ep.ep_finalize()
+        with pytest.raises(nccl_ep.UsageError, match="call ep_bootstrap first"):
+            te_ep.symm_mem_alloc((1, 8), torch.bfloat16)
+
+    run_ranks(RANKS, body)
+
+
+def test_rows_past_the_capacity_and_memory_of_the_window() -> None:
+    def body(group: Any) -> None:
+        te_ep, mine = provider(group.rank()), tokens_of(group.rank())
+        bootstrap(te_ep, group, recv_capacity_per_rank=MOST, zero_copy=True)
+        inside = te_ep.symm_mem_alloc((4, HIDDEN), torch.bfloat16, group)
+        assert te_ep.is_symm_backed(inside) and not te_ep.is_symm_backed(mine.x)
+        buffer = buffer_of(te_ep, 0, room=MOST)
+        with pytest.raises(nccl_ep.UsageError, match="ep_combine before ep_dispatch"):
+            te_ep.ep_combine(buffer, mine.x)
+        with pytest.raises(nccl_ep.OverflowError, match="did not fit into capacity 6"):
+            te_ep.ep_dispatch(buffer, mine.x, mine.ids, mine.weights)
+        te_ep.ep_finalize()
+        bootstrap(te_ep, group, recv_capacity_per_rank=MOST, drop_on_overflow=True)
+        buffer = buffer_of(te_ep, 0, room=MOST)
+        rows, _, per_expert = te_ep.ep_dispatch(buffer, mine.x, mine.ids, mine.weights)
+        assert len(rows) == per_expert.sum() == MOST < buffer.total_recv_tokens.item()
+        with pytest.raises(ValueError, match="num_local_tokens is 1, the dispatch had"):
+            te_ep.ep_combine(buffer, rows, num_local_tokens=1)
+        te_ep.ep_finalize()
+
+    run_ranks(RANKS, body)
+
+
+INSTALL = """
+import nccl_ep.integrations.transformer_engine_ep as ours
+ours.install()
+from transformer_engine.pytorch import ep as te_ep
+from transformer_engine.pytorch.ep import EpBuffer, ep_bootstrap, ep_combine, ep_dispatch, ep_finalize, symm_mem_alloc
+assert te_ep is ours
+"""
+
+
+def test_it_takes_the_place_of_the_module(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "transformer_engine" / "pytorch"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package.parent / "__init__.py").write_text("")
+    done = python(INSTALL, path=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    parent = type(sys)("transformer_engine.pytorch")
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", parent)
+    monkeypatch.delitem(sys.modules, transformer_engine_ep.NAME, raising=False)
+    transformer_engine_ep.install()
+    assert parent.ep is sys.modules[transformer_engine_ep.NAME] is transformer_engine_ep
+    monkeypatch.delitem(sys.modules, transformer_engine_ep.NAME)
