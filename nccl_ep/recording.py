@@ -23,7 +23,7 @@ import torch
 from . import _C
 from ._version import __version__
 from .buffer import Buffer, living, when_destroyed
-from .errors import EpError, UsageError
+from .errors import UsageError
 from .log import logger
 
 FORMAT = 1  # changes with the lines of a file
@@ -163,7 +163,7 @@ class _Recorder:
 
     def keep_stats(self, buffer: Buffer) -> None:
         """Of a buffer that is about to go, or at the end."""
-        with contextlib.suppress(EpError):
+        with contextlib.suppress(RuntimeError):  # a destroyed buffer, a GPU that has failed
             self._stats[buffer.rank, buffer.name] = buffer.stats()
 
     def close(self) -> None:

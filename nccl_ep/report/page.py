@@ -7,7 +7,6 @@ import html
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from . import charts, measured
@@ -66,7 +65,8 @@ def _tiles(found: Json) -> str:
         where = _where(times)
         slowest = [max(each for each in step[where] if each is not None) for step in times]
         place = "GPU" if where == "device_us" else "host"
-        tiles.append((charts.si(median(slowest), "us"), f"{name}, median of {len(times)} ({place}, slowest rank)"))
+        text = f"{name}, median of {len(times)} ({place}, slowest rank)"
+        tiles.append((charts.si(percentile(slowest, 50), "us"), text))
     for kind in _KINDS:
         remote = sum(
             size
@@ -77,7 +77,7 @@ def _tiles(found: Json) -> str:
         tiles.append((charts.si(remote, "B"), f"{kind}, between ranks"))
     if found["load"]:
         ratios = [each["max_over_mean"] for each in found["load"]]
-        tiles.append((f"{median(ratios):.2f}", "fullest expert over the mean, median"))
+        tiles.append((f"{percentile(ratios, 50):.2f}", "fullest expert over the mean, median"))
     return '<div class="tiles">' + "".join(
         f'<div class="tile"><b>{html.escape(value)}</b><span>{html.escape(text)}</span></div>' for value, text in tiles
     ) + "</div>"  # fmt: skip
