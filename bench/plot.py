@@ -221,9 +221,12 @@ def plot_num_sms(key: tuple[Any, ...], group: list[Record]) -> Any | None:
     if len(ticks) < 2:
         return None
     measured = next(figure for figure in FIGURES if any(record["figure"] == figure for record in mine))
-    api = "native" if any(record["api"] == "native" for record in mine) else "ops"
-    ops = _OPS[key[0]]
+    api = next(api for api in ("native", None, "ops") if any(record["api"] == api for record in mine))
     mine = [record for record in mine if (record["figure"], record["api"]) == (measured, api)]
+    swept = {op: {record["num_sms"] for record in mine if record["op"] == op} for op in _OPS[key[0]]}
+    ops = [op for op, numbers in swept.items() if len(numbers) > 1]
+    if not ops:
+        return None
     names = sorted({(record["tokens"], record["dtype"], how(record)) for record in mine})
     kind = KINDS["graph" if measured == "graph_pdl" else measured]
     figure, panels = _panels([_HEIGHT], len(ops), f"{_title(key, mine, {})}; {kind}")

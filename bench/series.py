@@ -20,7 +20,8 @@ KINDS = {
 _FIGURES = {"graph": "graph", "graph_pdl": "graph", "kernel": "kernel", "event": "event"}
 OWN = "nccl_ep"
 _NAMES = {
-    FLOOR: "the links alone", "deepep_v1": "DeepEP V1", "nccl_ep_nvidia": "NVIDIA's NCCL EP v0.1.0",
+    FLOOR: "the links alone", "deepep_v1": "DeepEP V1", "nccl_ep_nvidia": "NVIDIA's NCCL EP",
+    "flashinfer": "FlashInfer MoeAlltoAll",
     "torch_all_to_all": "torch's all_to_all_single", "torch_symm_mem": "torch's symmetric memory",
 }  # fmt: skip
 _APIS = {"ops": ", by torch.ops", "deepep": ", by DeepEP's methods"}
@@ -47,14 +48,14 @@ def who(record: Record) -> str:
     name = _NAMES.get(system, system.replace("_", " ") if system != OWN else OWN)
     if system == OWN:
         name += _APIS.get(record["api"] or "", "")
-    elif system == "nccl_ep_nvidia" and record["bench"] == "ll":
+    elif system == "nccl_ep_nvidia" and (record["bench"] == "ll" or record["layout"] != "flat"):
         name += f", {record['layout'].replace('_', '-')}"
     return name + how(record)
 
 
 def default_sms(group: Iterable[Record]) -> int:
     """A sweep over num_sms is shown by its default, or by its largest number where it has no default."""
-    sms = {record["num_sms"] for record in group if record["system"] == OWN}
+    sms = {record["num_sms"] or 0 for record in group if record["system"] == OWN}
     return 0 if 0 in sms else max(sms)
 
 
@@ -67,7 +68,7 @@ def series_of(group: list[Record], shape: dict[str, Any], op: str, dtype: str) -
         own, kind = record["system"] == OWN, _FIGURES.get(record["figure"])
         if (record["op"], record["dtype"], record["unit"]) != (op, dtype, "us") or kind is None:
             continue
-        if own and (record["num_sms"] != sms or (by_default and record["figure"] == "graph")):
+        if own and ((record["num_sms"] or 0) != sms or (by_default and record["figure"] == "graph")):
             continue
         kind = "floor" if record["system"] == FLOOR else kind
         found.setdefault((who(record), kind), Series(who(record), kind)).points[record["tokens"]] = record["value"]

@@ -23,7 +23,9 @@ HEADER = "csrc/include/nccl_ep.h"
 
 # The table of contents: every page is in one place.
 NAVIGATION = {
-    "Guides": ["docs/tutorial", "docs/training", "docs/network", "docs/c_api", "docs/migrating_from_deepep"],
+    "Guides": [
+        "docs/installing", "docs/tutorial", "docs/training", "docs/network", "docs/c_api", "docs/migrating_from_deepep",
+    ],
     "Reference": [
         "reference/nccl_ep", "reference/deep_ep", "reference/testing", "reference/c", "docs/semantics", "docs/deepep",
         "docs/glossary", "docs/security",
