@@ -13,7 +13,7 @@ from pathlib import Path
 
 MAX_BYTES = 15 * 2**20
 MAX_IMPORT_SECONDS = 0.15
-SHIMS = ("deep_ep/__init__.py", "deep_ep/utils.py", "deep_ep_cpp.py")  # what PYTHONPATH has of nccl_ep.deep_ep
+SHIMS = ("deep_ep/__init__.py", "deep_ep/utils/__init__.py", "deep_ep_cpp.py")  # what PYTHONPATH has of nccl_ep.deep_ep
 GIN = "nccl_ep/libnccl_ep_gin_"
 IMPORT = """
 import sys, time, torch

@@ -62,7 +62,7 @@ def torches(pip: Path) -> list[str]:
 def name_torch(wheel: Path, torch: str, tools: Path) -> Path:
     """The wheel in dist/ whose version and metadata name the torch that it is for."""
     with zipfile.ZipFile(wheel) as archive:
-        (info,) = {name.split("/")[0] for name in archive.namelist() if ".dist-info/" in name}
+        (info,) = {top for name in archive.namelist() if (top := name.split("/")[0]).endswith(".dist-info")}
     run(tools / "wheel", "unpack", "--dest", WORK / "unpacked", wheel)
     folder = WORK / "unpacked" / info.removesuffix(".dist-info")
     version = info.removesuffix(".dist-info").split("-")[1]

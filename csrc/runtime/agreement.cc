@@ -63,7 +63,8 @@ void Agreement::compare(int rank, int other_rank, const std::string& other) cons
     raise(ErrorKind::kMismatch, "the ranks disagree about ", my_entry.name, ": rank ", rank, " has ", my_entry.value,
           ", rank ", other_rank, " has ", their_entry.value, line < first_asked_ ? "" : "; " + question_);
   }
-  if (mine.size() != theirs.size()) {
+  const bool is_cut = other.empty() || other.back() != '\n';
+  if (mine.size() != theirs.size() || is_cut) {
     raise(ErrorKind::kMismatch, "the ranks disagree about what to compare: rank ", rank, " sent ", text.size(),
           " bytes, rank ", other_rank, " ", other.size());
   }

@@ -60,7 +60,8 @@ class HighThroughput(Mode):
         nothing = topk_idx.new_zeros((len(topk_idx), _NO_ROWS), dtype=torch.bfloat16)
         out = functional.dispatch(
             nothing, topk_idx, buffer=self.buffer, num_experts=self.sizes.num_experts, mode="ht",
-            layout=self.rows.name.lower(), max_tokens=self.sizes.max_tokens, capacity=0, num_sms=self.sizes.num_sms,
+            layout="flat" if self.rows is Rows.FLAT else "packed", max_tokens=self.sizes.max_tokens, capacity=0,
+            num_sms=self.sizes.num_sms,
         )  # fmt: skip
         if self.rows is Rows.FLAT:
             counts, rows = self._rows_of_experts(out.handle), out.demand.sum(0, keepdim=True)

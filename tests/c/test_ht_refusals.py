@@ -103,7 +103,7 @@ def test_a_bad_handle_is_refused_with_the_values(library: Library, group: c.c_vo
         ("max_tokens is 5, must be 1 to the group's 4", {"layout": 2, "max_tokens": 5}),
         ("expert_major needs a capacity in high throughput", {"layout": 1}),
         (
-            'capacity "exact" is for high throughput and not for expert_major: ht, expert_major',
+            'capacity "exact" is for high throughput and not for expert_major: mode is "ht", layout "expert_major"',
             {"layout": 1, "capacity": -1},
         ),
         ("capacity is -1, but layout rank_major always", {"layout": 3, "capacity": c_api.EXACT}),
@@ -114,7 +114,7 @@ def test_a_bad_handle_is_refused_with_the_values(library: Library, group: c.c_vo
     exact_ll = c_api.HandleConfig(layout=2, algorithm=1, capacity=c_api.EXACT)
     refused(
         BAD,
-        'capacity "exact" is for high throughput .*: ll, packed',
+        'capacity "exact" is for high throughput .*: mode is "ll", layout "packed"',
         library.InitHandle,
         c.c_void_p(),
         both,

@@ -204,7 +204,7 @@ def run_program(rank: int, num_ranks: int, device_type: str = "cpu", rounds: int
     )
     buffer = deep_ep.Buffer(
         group, num_rdma_bytes=num_bytes, low_latency_mode=True, num_qps_per_rank=num_experts // num_ranks,
-        allow_nvlink_for_low_latency_mode=True, explicitly_destroy=True, device=device,
+        allow_nvlink_for_low_latency_mode=True, explicitly_destroy=True, on_invalid_ids="count", device=device,
     )  # fmt: skip
     buffer.clean_low_latency_buffer(num_tokens, hidden, num_experts)
 

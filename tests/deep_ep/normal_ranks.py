@@ -39,7 +39,8 @@ def small_case(num_ranks: int = 2, ids: list[torch.Tensor] | None = None, **chan
 
 def normal_buffer(group: Any, num_nvl_bytes: int = WINDOW, **options: Any) -> deep_ep.Buffer:
     """A buffer as DeepEP's callers make it."""
-    return deep_ep.Buffer(group, num_nvl_bytes, **{"device": "cpu", "timeout": 60.0, **options})
+    how = {"device": "cpu", "timeout": 60.0, "on_invalid_ids": "count", **options}
+    return deep_ep.Buffer(group, num_nvl_bytes, **how)
 
 
 def normal_arguments(buffer: deep_ep.Buffer) -> dict[str, Any]:

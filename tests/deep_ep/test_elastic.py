@@ -74,7 +74,7 @@ class World:
                 "num_topk": TOPK,
                 "num_gpu_timeout_secs": 60,
             } | options
-            with ElasticBuffer(group, device="cpu", **sizes) as buffer:
+            with ElasticBuffer(group, device="cpu", on_invalid_ids="count", **sizes) as buffer:
                 return body(buffer, group.rank())
 
         return run_ranks(self.ranks, run)
@@ -260,7 +260,7 @@ def test_bytes_alone_are_for_high_throughput() -> None:
             assert torch.equal(buffer.combine(rows, handle)[0].ne(0).any(1), world.x[rank].ne(0).any(1)
                                & (world.idx[rank] >= 0).any(1))  # fmt: skip
             buffer.barrier()
-            with pytest.raises(ValueError, match="max_tokens is not given"):
+            with pytest.raises(ValueError, match="num_max_tokens_per_rank is not given"):
                 buffer.dispatch(world.x[rank], world.idx[rank], num_experts=EXPERTS)
 
     run_ranks(2, body)

@@ -63,7 +63,7 @@ def test_deep_ep_is_found_through_pythonpath() -> None:
     folder = shims()
     assert sorted(path.name for path in Path(folder).iterdir() if path.name != "__pycache__") == [
         "deep_ep",
-        "deep_ep.dist-info",
+        "deep_ep.egg-info",
         "deep_ep_cpp.py",
     ]
     done = python(f"{IMPORTS}\nnccl_ep.install_as_deep_ep()  # is there already", path=folder)

@@ -202,7 +202,7 @@ def test_a_buffer_with_two_windows_is_one_buffer() -> None:
     """Findings, counters, deadline and end are of both; low latency goes on in the first, with a send open too."""
     low = low_latency_case(1, hidden=128)
     hint = deep_ep.Buffer.get_low_latency_rdma_size_hint(8, 128, 1, 2)
-    how = {"num_rdma_bytes": hint, "low_latency_mode": True, "on_invalid_ids": "count"}
+    how = {"num_rdma_bytes": hint, "low_latency_mode": True}
     with normal_buffer(None, 20_000, **how) as buffer:
 
         def dispatch(ids: torch.Tensor) -> None:

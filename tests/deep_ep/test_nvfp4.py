@@ -196,7 +196,9 @@ class World:
         hint = deep_ep.Buffer.get_low_latency_rdma_size_hint(
             self.max_tokens, self.hidden, self.num_ranks, self.num_experts
         )
-        return deep_ep.Buffer(group, 0, hint, low_latency_mode=True, device="cpu", timeout=PATIENCE)
+        return deep_ep.Buffer(
+            group, 0, hint, low_latency_mode=True, device="cpu", timeout=PATIENCE, on_invalid_ids="count"
+        )
 
     def dispatch(self, buffer: deep_ep.Buffer, **options: Any) -> Any:
         """Inputs are overwritten as soon as the call is back."""

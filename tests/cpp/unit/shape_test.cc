@@ -40,7 +40,8 @@ TEST(Shape, RefusesWithTheValues) {
   EXPECT_EQ(error_of([] { Shape::make(0, 6, 1, 1); }), "0 ranks, must be at least 1");
   EXPECT_EQ(error_of([] { Shape::make(4, 6, 1, 1); }), "num_experts is 6, and 6 experts do not divide over 4 ranks");
   EXPECT_NE(error_of([] { Shape::make(4, 0, 1, 1); }), "");
-  EXPECT_EQ(error_of([] { Shape::make(1, 65535, 1, 1); }), "num_experts is 65535: 65535 experts on a rank, at most 65534");
+  EXPECT_EQ(error_of([] { Shape::make(1, 65535, 1, 1); }),
+            "num_experts is 65535: 65535 experts on a rank, at most 65534");
   EXPECT_EQ(error_of([] { Shape::make(1, 65534, 1, 1); }), "");
   EXPECT_EQ(error_of([] { Shape::make(1, 4, 0, 1); }), "top-k is 0, must be 1 to 32");
   EXPECT_EQ(error_of([] { Shape::make(1, 4, 33, 1); }), "top-k is 33, must be 1 to 32");
