@@ -39,7 +39,7 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def library_file(prefix: Path) -> Path:
-    return next(prefix.glob("**/libncclep.so"))
+    return next(prefix.glob("**/libnccl_ep.so"))
 
 
 @pytest.fixture(scope="session")

@@ -26,7 +26,7 @@ def group_of(output: str) -> str:
         return "kernels"
     if "_C.dir/" in output or "/_C." in output:
         return "torch"
-    if "/ep_api.dir/" in output or "libncclep" in output:
+    if "/ep_api.dir/" in output or "libnccl_ep." in output:
         return "c_api"
     return "core" if output.endswith((".o", ".a", ".so")) else "rest"
 

@@ -1,4 +1,4 @@
-// ncclEpCombine, ncclEpCombineWeights, and ncclEpComplete for both operations.
+// ncclEpCombine, ncclEpxCombineWeights, and ncclEpComplete for both operations.
 #include "api/c_device.h"
 #include "api/c_dispatch.h"
 #include "api/c_struct.h"
@@ -8,17 +8,65 @@
 namespace ep::c {
 namespace {
 
-Weighting to_weighting(ncclEpWeights_t weights, OutputLayout layout) {
+// The structs of a call.
+struct CombineCall {
+  ncclEpCombineInputs_t inputs;
+  ncclEpCombineOutputs_t outputs;
+  ncclEpCombineConfig_t config;
+  ncclEpxCombineExtra_t extra;
+  bool is_split = false, is_backward = false;
+  const ncclEpTensor_t* home_weights = nullptr;  // read
+
+  // Of a backward pass: beside the rows.
+  const ncclEpTensor_t* values() const { return is_backward ? inputs.topk_weights : nullptr; }
+  const ncclEpTensor_t* home_values() const { return is_backward ? outputs.topk_weights : nullptr; }
+};
+
+// As NCCL EP weights, if nobody says otherwise: in low latency by the weights of the tokens' home.
+ncclEpxWeights_t weights_of(const CombineCall& call, const ncclEpHandle& handle) {
+  const ncclEpxWeights_t asked = call.extra.weights;
+  EP_CHECK(asked >= NCCL_EPX_WEIGHTS_AUTO && asked <= NCCL_EPX_WEIGHTS_HOME, "weights ", asked, " is unknown");
+  if (asked != NCCL_EPX_WEIGHTS_AUTO) return asked;
+  const bool is_home = !handle.is_ht && has_expert_rows(handle.output.layout);
+  return is_home ? NCCL_EPX_WEIGHTS_HOME : NCCL_EPX_WEIGHTS_NONE;
+}
+
+Weighting to_weighting(ncclEpxWeights_t weights, OutputLayout layout) {
   switch (weights) {
-    case NCCL_EP_WEIGHTS_DISPATCH:
+    case NCCL_EPX_WEIGHTS_DISPATCH:
       return weighting_by_dispatch(layout);
-    case NCCL_EP_WEIGHTS_NONE:
-      return Weighting::kNone;
-    case NCCL_EP_WEIGHTS_HOME:
+    case NCCL_EPX_WEIGHTS_HOME:
       return Weighting::kHome;
     default:
-      raise(ErrorKind::kInvalidArgument, "weights ", weights, " is unknown");
+      return Weighting::kNone;
   }
+}
+
+CombineCall take_call(const ncclEpHandle& handle, const ncclEpCombineInputs_t* inputs,
+                      const ncclEpCombineOutputs_t* outputs, const ncclEpCombineConfig_t* config,
+                      const ncclEpxCombineExtra_t* extra) {
+  CombineCall call{take(inputs, "inputs"), take(outputs, "outputs"), take_or_default(config, "config"),
+                   take_or_default(extra, "extra")};
+  check_reserved(call.extra);
+  EP_CHECK_USAGE(
+      choice_of(call.config.quant_recipe, NCCL_EP_COMB_QUANT_NVFP4, "quant_recipe") == NCCL_EP_COMB_QUANT_NONE,
+      "quant_recipe is NCCL_EP_COMB_QUANT_NVFP4, which this library has not got: wire_dtype of "
+      "ncclEpxCombineExtra_t has e4m3 and LogFMT");
+  EP_CHECK(call.inputs.scales == nullptr, "scales are given, but quant_recipe is NCCL_EP_COMB_QUANT_NONE");
+  call.is_split = call.config.send_only != 0 && !handle.is_ht;
+  call.is_backward = choice_of(call.config.pass_direction, NCCL_EP_BWD_PASS, "pass_direction") == NCCL_EP_BWD_PASS;
+  EP_CHECK_USAGE(!call.is_backward || handle.is_ht,
+                 "pass_direction is NCCL_EP_BWD_PASS, but the handle is of low latency: ncclEpxCombineWeights brings "
+                 "values home");
+  EP_CHECK(call.is_backward || call.inputs.topk_weights == nullptr,
+           "topk_weights of the inputs are given, but pass_direction is NCCL_EP_FWD_PASS");
+  call.extra.weights = weights_of(call, handle);
+  call.home_weights = call.extra.topk_weights;
+  const bool is_home = call.extra.weights == NCCL_EPX_WEIGHTS_HOME;
+  if (is_home && call.home_weights == nullptr && !call.is_backward) call.home_weights = call.outputs.topk_weights;
+  EP_CHECK(is_home || (call.extra.topk_weights == nullptr && call.extra.topk_idx == nullptr),
+           "topk_weights and topk_idx of a combine go with NCCL_EPX_WEIGHTS_HOME");
+  return call;
 }
 
 // Sizes of scalars for each row, or for each choice of it.
@@ -27,20 +75,23 @@ Sizes values_of(const OutputShape& output) {
   return has_expert_rows(output.layout) ? rows : rows.with(output.topk);
 }
 
-void check_values(const ncclEpHandle& handle, const Tensor& values, const Tensor& out, const char* out_name) {
-  check_tensor(values, "values", NCCL_EP_FLOAT32, values_of(handle.output));
-  check_tensor(out, out_name, NCCL_EP_FLOAT32, {handle.dispatched_tokens, handle.shape.topk});
+void check_values(const ncclEpHandle& handle, const Tensor& values, const Tensor& out, const char* name,
+                  const char* out_name) {
+  check_tensor(values, name, ncclFloat32, values_of(handle.output), handle.is_plain && handle.is_ht);
+  check_tensor(out, out_name, ncclFloat32, {handle.dispatched_tokens, handle.shape.topk});
 }
 
 // ---- What the parameters of both algorithms have in common.
 
+constexpr const char* kBiasNames[] = {"bias[0]", "bias[1]"};
+
 template <class Params>
-void set_rows(Params& p, const ncclEpCombineInputs_t& inputs) {
-  const Tensor rows = take_tensor(inputs.tokens, "tokens");
+void set_rows(Params& p, const CombineCall& call, bool is_least) {
+  const Tensor rows = take_tensor(call.inputs.tokens, "tokens");
   EP_CHECK(rows, "tokens are not given");
   const int64_t hidden = rows.sizes.last();
   EP_CHECK(hidden <= INT32_MAX, "rows of ", hidden, " elements");
-  check_tensor(rows, "tokens", rows.dtype, row_sizes(p.output).with(hidden));
+  check_tensor(rows, "tokens", rows.dtype, row_sizes(p.output).with(hidden), is_least);
   check_aligned(rows, "tokens");
   p.rows = rows.data;
   p.dtype = to_dtype(rows.dtype);
@@ -48,47 +99,42 @@ void set_rows(Params& p, const ncclEpCombineInputs_t& inputs) {
 }
 
 template <class Params>
-void set_weights(Params& p, const ncclEpCombineInputs_t& inputs) {
-  const Tensor weights = take_tensor(inputs.topk_weights, "topk_weights");
-  const Tensor ids = take_tensor(inputs.topk_idx, "topk_idx");
-  const bool is_home = p.options.weighting == Weighting::kHome;
-  EP_CHECK(is_home || (!weights && !ids), "topk_weights and topk_idx of a combine go with NCCL_EP_WEIGHTS_HOME");
-  if (!is_home) return;
+void set_weights(Params& p, const CombineCall& call) {
+  if (p.options.weighting != Weighting::kHome) return;
   const Sizes choices{p.num_tokens, p.shape.topk};
-  check_tensor(weights, "topk_weights", NCCL_EP_FLOAT32, choices);
+  const Tensor weights = take_tensor(call.home_weights, "topk_weights");
+  check_tensor(weights, "topk_weights", ncclFloat32, choices);
   p.home_weights = static_cast<const float*>(weights.data);
+  const Tensor ids = take_tensor(call.extra.topk_idx, "topk_idx");
   if (!ids) return;
   check_id_type(ids);
   check_tensor(ids, "topk_idx", ids.dtype, choices);
-  p.is_idx64 = ids.dtype == NCCL_EP_INT64;
+  p.is_idx64 = ids.dtype == ncclInt64;
   p.home_topk_idx = ids.data;
 }
 
-DType wire_type(ncclEpDataType_t asked, ncclEpDataType_t out) {
-  if (asked == NCCL_EP_DTYPE_AUTO || asked == out) return to_dtype(out);
-  const bool is_wide = out == NCCL_EP_FLOAT32;
-  if (!is_wide && asked == NCCL_EP_FLOAT8_E4M3) return DType::kFp8Blocks;
-  if (!is_wide && asked == NCCL_EP_LOGFMT) return DType::kLogFmt;
-  EP_CHECK(asked == NCCL_EP_FLOAT32, "wire_dtype is ", name_or_number(asked), ", must be ", name_of(out),
-           " as the output tokens", is_wide ? "" : ", or float32, float8_e4m3 or NCCL_EP_LOGFMT");
-  return DType::kF32;
+DType wire_type(ncclEpxWire_t asked, DataType out) {
+  constexpr const char* kNames[] = {"as the output", "float32", "float8_e4m3", "LogFMT"};
+  EP_CHECK(asked >= NCCL_EPX_WIRE_AUTO && asked <= NCCL_EPX_WIRE_LOGFMT, "wire_dtype ", asked, " is unknown");
+  if (asked == NCCL_EPX_WIRE_AUTO) return to_dtype(out);
+  const bool is_block = asked != NCCL_EPX_WIRE_FLOAT32;
+  EP_CHECK(!is_block || out != ncclFloat32, "wire_dtype is ", kNames[asked], ", must be float32 as the output tokens");
+  return !is_block ? DType::kF32 : asked == NCCL_EPX_WIRE_LOGFMT ? DType::kLogFmt : DType::kFp8Blocks;
 }
 
 template <class Params>
-void set_out(Params& p, const ncclEpCombineInputs_t& inputs, const ncclEpCombineOutputs_t& outputs,
-             const ncclEpCombineConfig_t& config) {
+void set_out(Params& p, const CombineCall& call) {
   const Sizes sizes{p.num_tokens, p.hidden};
-  const Tensor out = take_tensor(outputs.tokens, "output tokens");
+  const Tensor out = take_tensor(call.outputs.tokens, "output tokens");
   EP_CHECK(out, "output tokens are not given, must be of shape ", text_of(sizes));
   check_tensor(out, "output tokens", out.dtype, sizes);
   check_aligned(out, "output tokens");
   p.out = out.data;
   p.options.out_dtype = to_dtype(out.dtype);
-  p.options.wire_dtype = wire_type(config.wire_dtype, out.dtype);
-  const ncclEpTensor_t* const biases[] = {inputs.bias0, inputs.bias1};
+  p.options.wire_dtype = wire_type(call.extra.wire_dtype, out.dtype);
   for (int i = 0; i < 2; i++) {
-    const char* name = i == 0 ? "bias0" : "bias1";
-    const Tensor bias = take_tensor(biases[i], name);
+    const char* name = kBiasNames[i];
+    const Tensor bias = take_tensor(call.extra.bias[i], name);
     if (!bias) continue;
     check_tensor(bias, name, out.dtype, sizes);
     check_aligned(bias, name);
@@ -97,62 +143,58 @@ void set_out(Params& p, const ncclEpCombineInputs_t& inputs, const ncclEpCombine
 }
 
 template <class Params>
-void set_combine(Params& p, const ncclEpHandle& handle, const ncclEpCombineInputs_t& inputs,
-                 const ncclEpCombineOutputs_t& outputs, const ncclEpCombineConfig_t& config) {
+void set_combine(Params& p, const ncclEpHandle& handle, const CombineCall& call) {
   CombineOptions options;
-  options.weighting = to_weighting(config.weights, handle.output.layout);
-  options.num_sms = handle.num_sms(config.num_sms);
-  options.rows_per_signal = config.rows_per_signal;
-  options.signal_threshold = config.signal_threshold;
-  if (config.scale != 0) options.scale = static_cast<float>(config.scale);
+  options.weighting = to_weighting(call.extra.weights, handle.output.layout);
+  options.num_sms = handle.num_sms(call.extra.num_sms);
+  options.rows_per_signal = call.extra.rows_per_signal;
+  options.signal_threshold = call.extra.signal_threshold;
+  if (call.extra.scale != 0) options.scale = static_cast<float>(call.extra.scale);
   ep::set_combine(p, handle.output, handle.shape.num_experts, handle.dispatched_tokens, options);
-  set_rows(p, inputs);
-  set_weights(p, inputs);
-  set_out(p, inputs, outputs, config);
+  set_rows(p, call, handle.is_plain && handle.is_ht);
+  set_weights(p, call);
+  set_out(p, call);
 }
 
 // Refuses outputs that overlap what the call reads, or one another. A bias may be the output itself: every element is
 // read before it is written.
-void check_apart(const ncclEpHandle& handle, const ncclEpCombineInputs_t& inputs,
-                 const ncclEpCombineOutputs_t& outputs) {
-  const Tensor rows = take_tensor(inputs.tokens, "tokens"), values = take_tensor(inputs.values, "values");
-  const Tensor weights = take_tensor(inputs.topk_weights, "topk_weights");
-  const Tensor ids = take_tensor(inputs.topk_idx, "topk_idx");
-  const Tensor biases[] = {take_tensor(inputs.bias0, "bias0"), take_tensor(inputs.bias1, "bias1")};
-  const Tensor out = take_tensor(outputs.tokens, "output tokens");
-  const Tensor home_values = take_tensor(outputs.values, "output values");
+void check_apart(const ncclEpHandle& handle, const CombineCall& call) {
+  const Tensor rows = take_tensor(call.inputs.tokens, "tokens"), values = take_tensor(call.values(), "values");
+  const Tensor weights = take_tensor(call.home_weights, "topk_weights");
+  const Tensor ids = take_tensor(call.extra.topk_idx, "topk_idx");
+  const Tensor biases[] = {take_tensor(call.extra.bias[0], kBiasNames[0]),
+                           take_tensor(call.extra.bias[1], kBiasNames[1])};
+  const Tensor out = take_tensor(call.outputs.tokens, "output tokens");
+  const Tensor home_values = take_tensor(call.home_values(), "output topk_weights");
   OverlapCheck check;
   check.reads("handle_mem", handle.memory_extent());
   check.reads("tokens", extent_of(rows));
-  check.reads("values", extent_of(values));
+  check.reads("values of topk_weights", extent_of(values));
   check.reads("topk_weights", extent_of(weights));
   check.reads("topk_idx", extent_of(ids));
-  if (biases[0].data != out.data) check.reads("bias0", extent_of(biases[0]));
-  if (biases[1].data != out.data) check.reads("bias1", extent_of(biases[1]));
+  if (biases[0].data != out.data) check.reads(kBiasNames[0], extent_of(biases[0]));
+  if (biases[1].data != out.data) check.reads(kBiasNames[1], extent_of(biases[1]));
   check.writes("output tokens", extent_of(out));
-  check.writes("output values", extent_of(home_values));
+  check.writes("output topk_weights", extent_of(home_values));
 }
 
 // ---- Low latency
 
-void set_signals(LlCombineParams& p, const ncclEpCombineInputs_t& inputs) {
-  const Tensor counters = take_tensor(inputs.row_signals, "row_signals");
+void set_signals(LlCombineParams& p, const CombineCall& call) {
+  const Tensor counters = take_tensor(call.extra.row_signals, "row_signals");
   p.signals = signals_of(p.output, p.options, static_cast<bool>(counters));
   if (!counters) return;
-  check_tensor(counters, "row_signals", NCCL_EP_INT32, {p.output.local_experts, p.signals.per_expert()});
+  check_tensor(counters, "row_signals", ncclInt32, {p.output.local_experts, p.signals.per_expert()});
   p.signals.counters = static_cast<const uint32_t*>(counters.data);
 }
 
-void combine_ll(ncclEpHandle& handle, const ncclEpCombineInputs_t& inputs, const ncclEpCombineOutputs_t& outputs,
-                const ncclEpCombineConfig_t& config, void* stream) {
+void combine_ll(ncclEpHandle& handle, const CombineCall& call, void* stream) {
   LlCombineParams p;
-  EP_CHECK(!take_tensor(inputs.values, "values") && !take_tensor(outputs.values, "output values"),
-           "values beside rows are high throughput's; ncclEpCombineWeights brings them home");
-  set_combine(p, handle, inputs, outputs, config);
-  p.phase = config.send_only ? Phase::kSend : Phase::kFused;
-  set_signals(p, inputs);
+  set_combine(p, handle, call);
+  p.phase = call.is_split ? Phase::kSend : Phase::kFused;
+  set_signals(p, call);
   p.handle = handle.pointers(p.num_tokens);
-  check_apart(handle, inputs, outputs);
+  check_apart(handle, call);
   const ScopedDevice device(handle.device());
   handle.state->get().combine(p, stream);
   if (p.phase == Phase::kSend) {
@@ -171,33 +213,39 @@ void set_values(HtCombineParams& p, const Tensor& values, const Tensor& out) {
   p.out_values = static_cast<float*>(out.data);
 }
 
-void combine_ht(const ncclEpHandle& handle, const ncclEpCombineInputs_t& inputs, const ncclEpCombineOutputs_t& outputs,
-                const ncclEpCombineConfig_t& config, void* stream) {
-  EP_CHECK(!config.send_only, "send_only is ", config.send_only,
-           ", but the handle is of high throughput, which is not split");
-  EP_CHECK(!take_tensor(inputs.row_signals, "row_signals"), "row_signals are of low latency");
+void combine_ht(const ncclEpHandle& handle, const CombineCall& call, void* stream) {
+  EP_CHECK(!take_tensor(call.extra.row_signals, "row_signals"), "row_signals are of low latency");
   HtCombineParams p;
-  set_combine(p, handle, inputs, outputs, config);
+  set_combine(p, handle, call);
   p.handle = handle.ht_pointers(p.num_tokens);
-  const Tensor values = take_tensor(inputs.values, "values"), home = take_tensor(outputs.values, "output values");
-  EP_CHECK(values || !home, "output values are given, but no values");
-  if (values) {
-    check_values(handle, values, home, "output values");
+  if (call.is_backward) {
+    const Tensor values = take_tensor(call.values(), "topk_weights");
+    const Tensor home = take_tensor(call.home_values(), "output topk_weights");
+    check_values(handle, values, home, "topk_weights", "output topk_weights");
     set_values(p, values, home);
   }
-  check_apart(handle, inputs, outputs);
+  check_apart(handle, call);
   const ScopedDevice device(handle.device());
   handle.state->get().combine(p, stream);
 }
 
 // ---- Both
 
+// A handle on memory with the routing of another one answers that one's dispatch.
+void adopt_for_combine(ncclEpHandle& handle, const CombineCall& call) {
+  if (!handle.is_ht || handle.owns_memory || handle.given_tokens >= 0) return;
+  const Tensor rows = take_tensor(call.inputs.tokens, "tokens");
+  const Tensor out = take_tensor(call.outputs.tokens, "output tokens");
+  adopt_memory(handle, out.sizes.at[0], rows.sizes.at[0]);
+  handle.dispatched_tokens = handle.given_tokens;
+}
+
 void combine_weights(const ncclEpHandle& handle, const ncclEpTensor_t* given, const ncclEpTensor_t* given_out,
                      void* stream) {
   Group& group = handle.state->get();
   handle.require_dispatched();
   const Tensor values = take_tensor(given, "values"), out = take_tensor(given_out, "out");
-  check_values(handle, values, out, "out");
+  check_values(handle, values, out, "values", "out");
   OverlapCheck check;
   check.reads("handle_mem", handle.memory_extent());
   check.reads("values", extent_of(values));
@@ -224,7 +272,7 @@ void combine_weights(const ncclEpHandle& handle, const ncclEpTensor_t* given, co
 
 void complete(ncclEpHandle& handle, void* stream) {
   Group& group = handle.state->get();
-  EP_CHECK_USAGE(handle.pending != Pending::kNothing, "nothing was sent with this handle that could be received");
+  if (handle.pending == Pending::kNothing) return;
   const ScopedDevice device(handle.device());
   const Pending pending = handle.pending;
   if (pending == Pending::kDispatch) {
@@ -235,7 +283,27 @@ void complete(ncclEpHandle& handle, void* stream) {
     group.combine(handle.combine, stream);
   }
   handle.pending = Pending::kNothing;
-  if (pending == Pending::kDispatch && handle.device() < 0) handle.state->check_overflow();
+  if (pending != Pending::kDispatch) return;
+  write_info(handle, handle.layout_info, stream);
+  if (handle.device() < 0) handle.state->check_overflow();
+}
+
+void combine(ncclEpHandle_t given, const ncclEpCombineInputs_t* inputs, const ncclEpCombineOutputs_t* outputs,
+             const ncclEpCombineConfig_t* config, const ncclEpxCombineExtra_t* extra, void* stream) {
+  ncclEpHandle& handle = object_of(given);
+  handle.state->get();
+  const WindowScope windows(handle.state->comm);
+  const CombineCall call = take_call(handle, inputs, outputs, config, extra);
+  if (handle.is_plain) {
+    check_plain_combine(handle, call.inputs, call.is_backward);
+    adopt_for_combine(handle, call);
+  }
+  handle.require_dispatched();
+  if (handle.is_ht) {
+    combine_ht(handle, call, stream);
+  } else {
+    combine_ll(handle, call, stream);
+  }
 }
 
 }  // namespace
@@ -246,31 +314,24 @@ using namespace ep::c;
 
 extern "C" {
 
-ncclEpResult_t ncclEpCombine(ncclEpHandle_t handle, const ncclEpCombineInputs_t* given_inputs,
-                             const ncclEpCombineOutputs_t* given_outputs, const ncclEpCombineConfig_t* given_config,
-                             void* stream) {
-  return guarded("ncclEpCombine", [&] {
-    ncclEpHandle& object = object_of(handle);
-    object.state->get();
-    object.require_dispatched();
-    const auto inputs = take(given_inputs, "inputs");
-    const auto outputs = take(given_outputs, "outputs");
-    const auto config = take_or_default(given_config, "config");
-    check_flag(config.send_only, "send_only");
-    if (object.is_ht) {
-      combine_ht(object, inputs, outputs, config, stream);
-    } else {
-      combine_ll(object, inputs, outputs, config, stream);
-    }
-  });
+ncclResult_t ncclEpCombine(ncclEpHandle_t handle, const ncclEpCombineInputs_t* inputs,
+                           const ncclEpCombineOutputs_t* outputs, const ncclEpCombineConfig_t* config,
+                           cudaStream_t stream) {
+  return guarded("ncclEpCombine", [&] { combine(handle, inputs, outputs, config, nullptr, stream); });
 }
 
-ncclEpResult_t ncclEpCombineWeights(ncclEpHandle_t handle, const ncclEpTensor_t* values, const ncclEpTensor_t* out,
-                                    void* stream) {
-  return guarded("ncclEpCombineWeights", [&] { combine_weights(object_of(handle), values, out, stream); });
+ncclResult_t ncclEpxCombine(ncclEpHandle_t handle, const ncclEpCombineInputs_t* inputs,
+                            const ncclEpCombineOutputs_t* outputs, const ncclEpCombineConfig_t* config,
+                            const ncclEpxCombineExtra_t* extra, cudaStream_t stream) {
+  return guarded("ncclEpxCombine", [&] { combine(handle, inputs, outputs, config, extra, stream); });
 }
 
-ncclEpResult_t ncclEpComplete(ncclEpHandle_t handle, const ncclEpCompleteConfig_t* config, void* stream) {
+ncclResult_t ncclEpxCombineWeights(ncclEpHandle_t handle, const ncclEpTensor_t* values, const ncclEpTensor_t* out,
+                                   cudaStream_t stream) {
+  return guarded("ncclEpxCombineWeights", [&] { combine_weights(object_of(handle), values, out, stream); });
+}
+
+ncclResult_t ncclEpComplete(ncclEpHandle_t handle, const ncclEpCompleteConfig_t* config, cudaStream_t stream) {
   return guarded("ncclEpComplete", [&] {
     take_or_default(config, "config");
     complete(object_of(handle), stream);

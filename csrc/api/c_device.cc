@@ -33,6 +33,17 @@ ScopedDevice::~ScopedDevice() = default;
 
 #endif
 
+bool is_capturing([[maybe_unused]] int device, [[maybe_unused]] void* stream) {
+#if defined(EP_WITH_CUDA)
+  if (device >= 0) {
+    cudaStreamCaptureStatus status;
+    EP_CUDA(cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status));
+    return status != cudaStreamCaptureStatusNone;
+  }
+#endif
+  return false;
+}
+
 void* allocate([[maybe_unused]] int device, size_t bytes) {
   EP_CHECK(bytes <= PTRDIFF_MAX, bytes, " bytes were asked for, at most ", PTRDIFF_MAX);
   void* memory = nullptr;

@@ -17,6 +17,8 @@ class ScopedDevice {
   int previous_ = -1;  // to go back to; -1: none
 };
 
+bool is_capturing(int device, void* stream);
+
 void* allocate(int device, size_t bytes);  // aligned to 64 bytes at least
 void release(int device, void* memory) noexcept;
 

@@ -1,4 +1,4 @@
-// ncclEpDispatch and ncclEpDispatchShapes; low latency's parameters.
+// ncclEpDispatch and ncclEpxDispatchShapes; low latency's parameters.
 #include "api/c_dispatch.h"
 
 #include <utility>
@@ -10,22 +10,21 @@
 namespace ep::c {
 namespace {
 
-// Descriptors that are given are filled; a caller's struct stays its own but for ndim, dtype and sizes.
+// Descriptors that are given are filled; a caller's struct stays its own but for ndim, datatype and sizes.
 void fill(const Output& output) {
   if (output.given == nullptr) return;
-  ncclEpTensor_t full = take(output.given, output.name);
-  full.ndim = output.sizes.ndim;
-  full.dtype = output.sizes.ndim > 0 ? output.dtype : NCCL_EP_DTYPE_AUTO;
-  std::copy(output.sizes.at.begin(), output.sizes.at.end(), full.sizes);
-  std::fill(std::begin(full.strides), std::end(full.strides), 0);
-  give(output.given, full);
+  auto* tensor = const_cast<ncclEpTensor_t*>(output.given);  // the caller's structs have pointers to what may change
+  tensor->ndim = static_cast<unsigned>(output.sizes.ndim);
+  if (output.sizes.ndim == 0) return;
+  tensor->datatype = static_cast<ncclDataType_t>(output.dtype);
+  std::copy_n(output.sizes.at.begin(), output.sizes.ndim, tensor->sizes);
 }
 
 LlDispatchParams ll_params(const ncclEpHandle& handle, const DispatchCall& call, const OutputPointers& out) {
   LlDispatchParams p;
   p.shape = handle.shape;
   p.output = handle.output;
-  p.phase = call.config.send_only ? Phase::kSend : Phase::kFused;
+  p.phase = call.is_split ? Phase::kSend : Phase::kFused;
   p.options = call.options;
   p.dtype = call.dtype;
   p.hidden = call.hidden;
@@ -52,14 +51,14 @@ int row_bytes(const Tensor& tensor) { return static_cast<int>(tensor.sizes.at[1]
 // Extra tensors, as words of 32 bits: the first travels as scales do where tokens have none, each other one in an
 // operation of its own. That has the same routing, and so writes what stands beside rows once more, the same bits.
 struct LlExtra {
-  std::array<LlDispatchParams, NCCL_EP_MAX_EXTRA> calls;
+  std::array<LlDispatchParams, NCCL_EPX_MAX_EXTRA> calls;
   int count = 0;
 
   // `p` gets what travels with it.
   static LlExtra of(const DispatchCall& call, const OutputPointers& out, const Group& group, LlDispatchParams& p) {
     LlExtra made;
     bool has_room = carries_extra(call.options.quant, static_cast<bool>(call.scales));
-    for (int i = 0; i < NCCL_EP_MAX_EXTRA; i++) {
+    for (int i = 0; i < NCCL_EPX_MAX_EXTRA; i++) {
       const Tensor& tensor = call.extra[i];
       if (!tensor) continue;
       const int words = row_bytes(tensor) / 4;
@@ -100,8 +99,6 @@ void dispatch_ll(ncclEpHandle& handle, const DispatchCall& call, const Outputs& 
   if (p.phase == Phase::kSend) {
     handle.dispatch = p;
     handle.pending = Pending::kDispatch;
-  } else if (handle.device() < 0) {
-    handle.state->check_overflow();
   }
 }
 
@@ -111,38 +108,92 @@ void dispatch_ll(ncclEpHandle& handle, const DispatchCall& call, const Outputs& 
 using namespace ep;
 using namespace ep::c;
 
+namespace {
+
+struct DispatchArguments {
+  ncclEpDispatchInputs_t inputs;
+  ncclEpDispatchOutputs_t outputs;
+  ncclEpDispatchConfig_t config;
+  ncclEpxDispatchExtra_t extra;
+};
+
+DispatchArguments take_arguments(const ncclEpDispatchInputs_t* inputs, const ncclEpDispatchOutputs_t* outputs,
+                                 const ncclEpDispatchConfig_t* config, const ncclEpxDispatchExtra_t* extra) {
+  return {take(inputs, "inputs"), take(outputs, "outputs"), take_or_default(config, "config"),
+          take_or_default(extra, "extra")};
+}
+
+void dispatch(ncclEpHandle_t given, const ncclEpDispatchInputs_t* inputs, const ncclEpDispatchOutputs_t* outputs,
+              const ncclEpLayoutInfo_t* layout_info, const ncclEpDispatchConfig_t* config,
+              const ncclEpxDispatchExtra_t* extra, void* stream) {
+  ncclEpHandle& handle = object_of(given);
+  handle.state->get();
+  handle.require_nothing_pending();
+  const WindowScope windows(handle.state->comm);
+  const DispatchArguments all = take_arguments(inputs, outputs, config, extra);
+  const auto info = take_or_default(layout_info, "layout_info");
+  DispatchCall call = take_call(handle, all.inputs, all.config, all.extra);
+  LayoutInfoParams to_write;
+  if (handle.is_plain) {
+    check_plain(call, handle, all.inputs, all.outputs);
+    const Tensor rows = take_tensor(all.outputs.tokens, "output tokens");
+    adopt_memory(handle, call.tokens.sizes.at[0], rows.sizes.at[0]);
+    if (call.is_backward && handle.dispatched_tokens >= 0) call.is_cached = true;
+    if (!handle.is_ht) to_write = take_counters(handle, info);
+  } else {
+    EP_CHECK(layout_info == nullptr, "layout_info is given, but the handle has options, and an info tensor");
+  }
+  handle.require_rows(call.is_cached);
+  if (!call.is_cached) handle.require_given();
+  check_inputs(call, handle, call.is_cached ? handle.dispatched_tokens : handle.given_tokens);
+  Outputs made = outputs_of(call, handle, all.outputs, all.extra);
+  if (handle.is_plain && made[kIdx].sizes.ndim > 0) take_ids(handle, info, made[kIdx], to_write);
+  if (handle.is_ht) {
+    dispatch_ht(handle, call, made, stream);
+  } else {
+    dispatch_ll(handle, call, made, stream);
+  }
+  if (handle.pending == Pending::kDispatch) {
+    handle.layout_info = to_write;
+  } else {
+    write_info(handle, to_write, stream);
+  }
+  if (handle.device() < 0 && handle.pending != Pending::kDispatch) handle.state->check_overflow();
+}
+
+}  // namespace
+
 extern "C" {
 
-ncclEpResult_t ncclEpDispatchShapes(ncclEpHandle_t handle, const ncclEpDispatchInputs_t* inputs,
-                                    const ncclEpDispatchConfig_t* config, const ncclEpDispatchOutputs_t* outputs) {
-  return guarded("ncclEpDispatchShapes", [&] {
+ncclResult_t ncclEpxDispatchShapes(ncclEpHandle_t handle, const ncclEpDispatchInputs_t* inputs,
+                                   const ncclEpDispatchOutputs_t* outputs, const ncclEpDispatchConfig_t* config,
+                                   const ncclEpxDispatchExtra_t* extra) {
+  return guarded("ncclEpxDispatchShapes", [&] {
     const ncclEpHandle& object = object_of(handle);
-    const DispatchCall call = take_call(object, inputs, config);
-    object.require_rows(call.config.cached != 0);
-    const Outputs all = outputs_of(call, object, take(outputs, "outputs"));
-    for (const Output& output : all) take_tensor(output.given, output.name);  // refuse all or fill all
-    for (const Output& output : all) fill(output);
+    EP_CHECK_USAGE(!object.is_plain, "the handle has no options: nccl_ep.h says what its outputs are");
+    const DispatchArguments all = take_arguments(inputs, outputs, config, extra);
+    const DispatchCall call = take_call(object, all.inputs, all.config, all.extra);
+    object.require_rows(call.is_cached);
+    const Outputs made = outputs_of(call, object, all.outputs, all.extra);
+    for (const Output& output : made) {  // refuse all or fill all
+      if (output.given == nullptr) continue;
+      EP_CHECK(take(output.given, output.name).sizes != nullptr, output.name, " has no room for sizes");
+    }
+    for (const Output& output : made) fill(output);
   });
 }
 
-ncclEpResult_t ncclEpDispatch(ncclEpHandle_t handle, const ncclEpDispatchInputs_t* inputs,
-                              const ncclEpDispatchOutputs_t* outputs, const ncclEpDispatchConfig_t* config,
-                              void* stream) {
-  return guarded("ncclEpDispatch", [&] {
-    ncclEpHandle& object = object_of(handle);
-    object.state->get();
-    object.require_nothing_pending();
-    const DispatchCall call = take_call(object, inputs, config);
-    object.require_rows(call.config.cached != 0);
-    if (!call.config.cached) object.require_given();
-    check_inputs(call, object, call.config.cached ? object.dispatched_tokens : object.given_tokens);
-    const Outputs all = outputs_of(call, object, take(outputs, "outputs"));
-    if (object.is_ht) {
-      dispatch_ht(object, call, all, stream);
-    } else {
-      dispatch_ll(object, call, all, stream);
-    }
-  });
+ncclResult_t ncclEpDispatch(ncclEpHandle_t handle, const ncclEpDispatchInputs_t* inputs,
+                            const ncclEpDispatchOutputs_t* outputs, const ncclEpLayoutInfo_t* layout_info,
+                            const ncclEpDispatchConfig_t* config, cudaStream_t stream) {
+  return guarded("ncclEpDispatch", [&] { dispatch(handle, inputs, outputs, layout_info, config, nullptr, stream); });
+}
+
+ncclResult_t ncclEpxDispatch(ncclEpHandle_t handle, const ncclEpDispatchInputs_t* inputs,
+                             const ncclEpDispatchOutputs_t* outputs, const ncclEpLayoutInfo_t* layout_info,
+                             const ncclEpDispatchConfig_t* config, const ncclEpxDispatchExtra_t* extra,
+                             cudaStream_t stream) {
+  return guarded("ncclEpxDispatch", [&] { dispatch(handle, inputs, outputs, layout_info, config, extra, stream); });
 }
 
 }  // extern "C"

@@ -1,4 +1,6 @@
 // The tensors of a dispatch: what the caller gives, and what must be there for the results.
+#include <algorithm>
+
 #include "api/c_dispatch.h"
 #include "api/c_struct.h"
 #include "runtime/checks.h"
@@ -7,18 +9,18 @@
 namespace ep::c {
 namespace {
 
-// NCCL_EP_INFO_* are what the backends write.
+// NCCL_EPX_INFO_* are what the backends write.
 constexpr OutputShape kSample{OutputLayout::kPacked, 2, 7, 1, 1, 1, 1};
-static_assert(NCCL_EP_INFO_DEMAND(7) == kSample.demand_at() && NCCL_EP_INFO_OVERFLOW(7) == kSample.overflow_at() &&
-              NCCL_EP_INFO_TOTAL(7) == kSample.total_at() && NCCL_EP_INFO_OFFSETS(7) == kSample.offsets_at() &&
-              NCCL_EP_INFO_SIZE(7) == kSample.offsets_at() &&
-              NCCL_EP_INFO_SIZE_PACKED(7) == kSample.offsets_at() + 7 + 1);
-static_assert(NCCL_EP_QUANT_FP8 == static_cast<int>(Quant::kFp8) &&
-              NCCL_EP_QUANT_FP8_ROUNDED == static_cast<int>(Quant::kFp8Rounded) &&
-              NCCL_EP_QUANT_FP8_UE8M0 == static_cast<int>(Quant::kFp8Ue8m0));
+static_assert(NCCL_EPX_INFO_DEMAND(7) == kSample.demand_at() && NCCL_EPX_INFO_OVERFLOW(7) == kSample.overflow_at() &&
+              NCCL_EPX_INFO_TOTAL(7) == kSample.total_at() && NCCL_EPX_INFO_OFFSETS(7) == kSample.offsets_at() &&
+              NCCL_EPX_INFO_SIZE(7) == kSample.offsets_at() &&
+              NCCL_EPX_INFO_SIZE_PACKED(7) == kSample.offsets_at() + 7 + 1);
+static_assert(NCCL_EPX_QUANT_FP8 == static_cast<int>(Quant::kFp8) &&
+              NCCL_EPX_QUANT_FP8_ROUNDED == static_cast<int>(Quant::kFp8Rounded) &&
+              NCCL_EPX_QUANT_FP8_UE8M0 == static_cast<int>(Quant::kFp8Ue8m0));
 
 constexpr const char* kExtraNames[] = {"extra[0]", "extra[1]", "extra[2]"};
-static_assert(std::size(kExtraNames) == NCCL_EP_MAX_EXTRA);
+static_assert(std::size(kExtraNames) == NCCL_EPX_MAX_EXTRA);
 
 void check_sizes(const DispatchCall& call) {
   const Sizes& tokens = call.tokens.sizes;
@@ -31,7 +33,7 @@ void check_sizes(const DispatchCall& call) {
     EP_CHECK(scales.at[1] >= 1 && scales.at[1] <= kMaxRowBytes, "scales have shape ", text_of(scales), ": 1 to ",
              kMaxRowBytes, " of a row");
   }
-  for (int i = 0; i < NCCL_EP_MAX_EXTRA; i++) {
+  for (int i = 0; i < NCCL_EPX_MAX_EXTRA; i++) {
     const Tensor& extra = call.extra[i];
     if (!extra) continue;
     EP_CHECK(extra.sizes.ndim == 2 && extra.sizes.at[0] == tokens.at[0], kExtraNames[i], " has shape ",
@@ -44,18 +46,32 @@ void check_sizes(const DispatchCall& call) {
   }
 }
 
-void check_config(const DispatchCall& call, const ncclEpHandle& handle) {
-  const ncclEpDispatchConfig_t& config = call.config;
-  check_reserved(config);
-  check_flag(config.send_only, "send_only");
-  check_flag(config.zero_padding, "zero_padding");
-  check_flag(config.cached, "cached");
-  EP_CHECK(config.quant >= NCCL_EP_QUANT_NONE && config.quant <= NCCL_EP_QUANT_FP8_UE8M0, "quant ", config.quant,
-           " is unknown");
-  EP_CHECK(!config.send_only || !handle.is_ht, "send_only is ", config.send_only,
-           ", but the handle is of high throughput, which is not split");
-  EP_CHECK(!config.cached || handle.is_ht, "cached is ", config.cached, ", but the handle is of low latency");
-  EP_CHECK(!config.cached || !call.weights, "topk_weights go with a routing, which a cached dispatch has not got");
+// The recipes of NCCL EP, and ours.
+Quant quant_of(const DispatchCall& call, const ncclEpHandle& handle, const ncclEpDispatchConfig_t& config,
+               ncclEpxQuant_t asked) {
+  const uint32_t recipe = choice_of(config.quant_recipe, NCCL_EP_DISP_QUANT_DS_FP8E3M4, "quant_recipe");
+  EP_CHECK(asked >= NCCL_EPX_QUANT_NONE && asked <= NCCL_EPX_QUANT_FP8_UE8M0, "quant ", asked, " is unknown");
+  EP_CHECK(call.scales || recipe != NCCL_EP_DISP_QUANT_FWD,
+           "scales are not given, but quant_recipe is NCCL_EP_DISP_QUANT_FWD");
+  EP_CHECK(!call.scales || recipe == NCCL_EP_DISP_QUANT_FWD, "scales are given, but quant_recipe is ", recipe,
+           ": NCCL_EP_DISP_QUANT_FWD sends them");
+  EP_CHECK(config.round_scales == 0 || recipe != NCCL_EP_DISP_QUANT_FWD,
+           "round_scales is set, but quant_recipe is NCCL_EP_DISP_QUANT_FWD, which sends scales as they are");
+  if (recipe != NCCL_EP_DISP_QUANT_DS_FP8E3M4) return static_cast<Quant>(asked);
+  EP_CHECK(asked == NCCL_EPX_QUANT_NONE, "quant is ", asked, ", but quant_recipe quantises, too");
+  EP_CHECK(!handle.is_ht, "quant_recipe is NCCL_EP_DISP_QUANT_DS_FP8E3M4, which is of low latency");
+  EP_CHECK(call.tokens.dtype == ncclBfloat16, "tokens are ", name_of(call.tokens.dtype),
+           ", must be bfloat16 for NCCL_EP_DISP_QUANT_DS_FP8E3M4");
+  EP_CHECK(call.tokens.sizes.at[1] % 128 == 0, "rows of ", call.tokens.sizes.at[1],
+           " elements, must be a multiple of 128 for NCCL_EP_DISP_QUANT_DS_FP8E3M4");
+  return config.round_scales != 0 ? Quant::kFp8Rounded : Quant::kFp8;
+}
+
+void check_extra(const DispatchCall& call, const ncclEpHandle& handle, const ncclEpxDispatchExtra_t& extra) {
+  check_flag(extra.zero_padding, "zero_padding");
+  check_flag(extra.cached, "cached");
+  EP_CHECK(!call.is_cached || handle.is_ht, "cached is ", extra.cached, ", but the handle is of low latency");
+  EP_CHECK(!call.is_cached || !call.weights, "topk_weights go with a routing, which a cached dispatch has not got");
 }
 
 }  // namespace
@@ -70,20 +86,29 @@ Sizes row_sizes(const OutputShape& output) {
   return sizes_of(DispatchDims<int64_t>::of(output, output.capacity, Quant::kNone, 1, 0).rows);
 }
 
-DispatchCall take_call(const ncclEpHandle& handle, const ncclEpDispatchInputs_t* given_inputs,
-                       const ncclEpDispatchConfig_t* given_config) {
-  const auto inputs = take(given_inputs, "inputs");
+DispatchCall take_call(const ncclEpHandle& handle, const ncclEpDispatchInputs_t& inputs,
+                       const ncclEpDispatchConfig_t& config, const ncclEpxDispatchExtra_t& extra) {
   DispatchCall call;
-  call.config = take_or_default(given_config, "config");
+  call.is_split = config.send_only != 0 && !handle.is_ht;  // high throughput has no halves
+  call.is_cached = extra.cached == 1;
+  call.is_backward = choice_of(config.pass_direction, NCCL_EP_BWD_PASS, "pass_direction") == NCCL_EP_BWD_PASS;
+  EP_CHECK_USAGE(!call.is_backward || handle.is_ht,
+                 "pass_direction is NCCL_EP_BWD_PASS, but the handle is of low "
+                 "latency, whose backward is another dispatch of the same ids");
+  EP_CHECK(!call.is_backward || handle.is_plain,
+           "pass_direction is NCCL_EP_BWD_PASS, but the handle has options: cached of ncclEpxDispatchExtra_t does it");
   call.tokens = take_tensor(inputs.tokens, "tokens");
   call.weights = take_tensor(inputs.topk_weights, "topk_weights");
   call.scales = take_tensor(inputs.scales, "scales");
-  for (int i = 0; i < NCCL_EP_MAX_EXTRA; i++) call.extra[i] = take_tensor(inputs.extra[i], kExtraNames[i]);
+  if (call.scales && (extra.scale_strides[0] != 0 || extra.scale_strides[1] != 0)) {
+    std::copy_n(extra.scale_strides, 2, call.scales.strides.begin());
+  }
+  for (int i = 0; i < NCCL_EPX_MAX_EXTRA; i++) call.extra[i] = take_tensor(extra.extra[i], kExtraNames[i]);
   check_sizes(call);
-  check_config(call, handle);
-  call.options.quant = static_cast<Quant>(call.config.quant);
-  call.options.zero_padding = call.config.zero_padding != 0;
-  call.options.num_sms = handle.num_sms(call.config.num_sms);
+  check_extra(call, handle, extra);
+  call.options.quant = quant_of(call, handle, config, extra.quant);
+  call.options.zero_padding = extra.zero_padding != 0 || (handle.is_plain && handle.output.alignment > 1);
+  call.options.num_sms = handle.num_sms(extra.num_sms);
   call.dtype = to_dtype(call.tokens.dtype);
   call.hidden = static_cast<int>(call.tokens.sizes.at[1]);
   if (call.options.quant != Quant::kNone) {
@@ -98,46 +123,53 @@ DispatchCall take_call(const ncclEpHandle& handle, const ncclEpDispatchInputs_t*
 void check_inputs(const DispatchCall& call, const ncclEpHandle& handle, int num_tokens) {
   const Tensor& x = call.tokens;
   EP_CHECK(x.sizes.at[0] == num_tokens, "tokens have shape ", text_of(x.sizes),
-           call.config.cached ? ", the dispatch of the handle had " : ", topk_idx has ", num_tokens, " tokens");
+           call.is_cached ? ", the dispatch of the handle had " : ", topk_idx has ", num_tokens, " tokens");
   const auto check_rows = [](const Tensor& tensor, const char* name) {
     check_contiguous(tensor, name);
     check_data(tensor, name);
     check_aligned(tensor, name);
   };
   check_rows(x, "tokens");
-  if (call.weights) check_tensor(call.weights, "topk_weights", NCCL_EP_FLOAT32, {num_tokens, handle.shape.topk});
+  if (call.weights) check_tensor(call.weights, "topk_weights", ncclFloat32, {num_tokens, handle.shape.topk});
   if (call.scales) {
     check_data(call.scales, "scales");
     check_scales(call.options.quant, true);
   }
-  for (int i = 0; i < NCCL_EP_MAX_EXTRA; i++) {
+  for (int i = 0; i < NCCL_EPX_MAX_EXTRA; i++) {
     if (call.extra[i]) check_rows(call.extra[i], kExtraNames[i]);
   }
 }
 
-Outputs outputs_of(const DispatchCall& call, const ncclEpHandle& handle, const ncclEpDispatchOutputs_t& given) {
+Outputs outputs_of(const DispatchCall& call, const ncclEpHandle& handle, const ncclEpDispatchOutputs_t& given,
+                   const ncclEpxDispatchExtra_t& extra) {
   const OutputShape& output = handle.output;
   const bool quantises = call.options.quant != Quant::kNone;
-  const bool has_routing = !call.config.cached, has_info = has_routing && !handle.is_routed;
+  const bool has_routing = !call.is_cached, has_info = has_routing && !handle.is_routed;
   const auto dims =
       DispatchDims<int64_t>::of(output, output.capacity, call.options.quant, call.hidden, call.num_scales);
   const Sizes rows = sizes_of(dims.rows), none;
-  const ncclEpDataType_t scale_type = call.options.quant == Quant::kFp8Ue8m0 ? NCCL_EP_INT32
-                                      : quantises                            ? NCCL_EP_FLOAT32
-                                                                             : call.scales.dtype;
+  const DataType scale_type = call.options.quant == Quant::kFp8Ue8m0 ? ncclInt32
+                              : quantises                            ? ncclFloat32
+                                                                     : call.scales.dtype;
   Outputs outputs{{
-      {"tokens", given.tokens, quantises ? NCCL_EP_FLOAT8_E4M3 : call.tokens.dtype, sizes_of(dims.x)},
+      {"tokens", given.tokens, quantises ? ncclFloat8e4m3 : call.tokens.dtype, sizes_of(dims.x)},
       {"scales", given.scales, scale_type, sizes_of(dims.scales)},
-      {"topk_weights", given.topk_weights, NCCL_EP_FLOAT32, has_routing ? sizes_of(dims.weights) : none},
-      {"topk_idx", given.topk_idx, handle.is_idx64 ? NCCL_EP_INT64 : NCCL_EP_INT32,
+      {"topk_weights", given.topk_weights, ncclFloat32, has_routing ? sizes_of(dims.weights) : none},
+      {"topk_idx", given.topk_idx, handle.is_idx64 ? ncclInt64 : ncclInt32,
        has_routing ? sizes_of(dims.topk_idx) : none},
-      {"row_expert", given.row_expert, NCCL_EP_INT32, has_routing ? sizes_of(dims.row_expert) : none},
-      {"info", given.info, NCCL_EP_INT32, has_info ? sizes_of(dims.info) : none},
+      {"row_expert", extra.row_expert, ncclInt32, has_routing ? sizes_of(dims.row_expert) : none},
+      {"info", extra.info, ncclInt32, has_info ? sizes_of(dims.info) : none},
   }};
-  for (int i = 0; i < NCCL_EP_MAX_EXTRA; i++) {
-    const Tensor& extra = call.extra[i];
-    outputs[kExtra + i] = {kExtraNames[i], given.extra[i], extra.dtype, extra ? rows.with(extra.sizes.at[1]) : none};
+  for (int i = 0; i < NCCL_EPX_MAX_EXTRA; i++) {
+    const Tensor& in = call.extra[i];
+    outputs[kExtra + i] = {kExtraNames[i], extra.extra_outputs[i], in.dtype, in ? rows.with(in.sizes.at[1]) : none};
   }
+  if (!handle.is_plain) return outputs;
+  outputs[kWeights].scratch = handle.scratch.weights;
+  outputs[kIdx].scratch = handle.scratch.ids;
+  outputs[kRowExpert].scratch = handle.scratch.row_expert;
+  outputs[kInfo].scratch = handle.scratch.info;
+  for (Output& output : outputs) output.is_least = handle.is_ht;
   return outputs;
 }
 
@@ -151,7 +183,11 @@ OutputPointers take_outputs(const Outputs& outputs) {
       EP_CHECK(!tensor, name, " is given, but this call has none");
       continue;
     }
-    check_tensor(tensor, name.c_str(), output.dtype, output.sizes);
+    if (!tensor && output.scratch != nullptr) {
+      pointers[i] = output.scratch;
+      continue;
+    }
+    check_tensor(tensor, name.c_str(), output.dtype, output.sizes, output.is_least);
     if (i == kTokens || i >= kExtra) check_aligned(tensor, name.c_str());
     pointers[i] = tensor.data;
   }
@@ -160,12 +196,12 @@ OutputPointers take_outputs(const Outputs& outputs) {
 
 void check_apart(const DispatchCall& call, const ncclEpHandle& handle, const Outputs& outputs,
                  const OutputPointers& pointers) {
-  const bool is_cached = call.config.cached != 0;
+  const bool is_cached = call.is_cached;
   OverlapCheck check;
   check.reads("tokens", extent_of(call.tokens));
   check.reads("topk_weights", extent_of(call.weights));
   check.reads("scales", extent_of(call.scales));
-  for (int i = 0; i < NCCL_EP_MAX_EXTRA; i++) check.reads(kExtraNames[i], extent_of(call.extra[i]));
+  for (int i = 0; i < NCCL_EPX_MAX_EXTRA; i++) check.reads(kExtraNames[i], extent_of(call.extra[i]));
   if (!is_cached && !handle.is_routed) check.reads("topk_idx", handle.ids_extent());
   if (is_cached) {
     check.reads("handle_mem", handle.memory_extent());

@@ -23,82 +23,105 @@ void name_the_group() {
   *to = '\0';
 }
 
-ncclEpResult_t keep(ncclEpResult_t result, const char* function, const char* what) noexcept {
-  std::snprintf(text, sizeof text, "%s: %s", function, what);
-  name_the_group();
-  return result;
+thread_local ncclEpxError_t last_kind = NCCL_EPX_NO_ERROR;
+
+ncclResult_t result_of(ncclEpxError_t kind) {
+  switch (kind) {
+    case NCCL_EPX_INVALID_ARGUMENT:
+    case NCCL_EPX_NOT_SUPPORTED:
+      return ncclInvalidArgument;
+    case NCCL_EPX_TIMEOUT:
+      return ncclRemoteError;
+    case NCCL_EPX_SYSTEM_ERROR:
+      return ncclSystemError;
+    default:
+      return ncclInvalidUsage;
+  }
 }
 
-ncclEpResult_t result_of(ErrorKind kind) {
+ncclResult_t keep(ncclEpxError_t kind, const char* function, const char* what) noexcept {
+  std::snprintf(text, sizeof text, "%s: %s", function, what);
+  name_the_group();
+  last_kind = kind;
+  return result_of(kind);
+}
+
+ncclEpxError_t kind_of(ErrorKind kind) {
   switch (kind) {
     case ErrorKind::kInvalidArgument:
-      return NCCL_EP_INVALID_ARGUMENT;
+      return NCCL_EPX_INVALID_ARGUMENT;
     case ErrorKind::kInvalidUsage:
-      return NCCL_EP_INVALID_USAGE;
+      return NCCL_EPX_INVALID_USAGE;
     case ErrorKind::kTimeout:
-      return NCCL_EP_TIMEOUT;
+      return NCCL_EPX_TIMEOUT;
     case ErrorKind::kMismatch:
-      return NCCL_EP_MISMATCH;
+      return NCCL_EPX_MISMATCH;
     case ErrorKind::kSystem:
-      return NCCL_EP_SYSTEM_ERROR;
+      return NCCL_EPX_SYSTEM_ERROR;
   }
-  return NCCL_EP_SYSTEM_ERROR;
+  return NCCL_EPX_SYSTEM_ERROR;
 }
 
 }  // namespace
 
-ncclEpResult_t take_exception(const char* function) noexcept {
+ncclResult_t take_exception(const char* function) noexcept {
   try {
     throw;
   } catch (const ApiError& error) {
-    return keep(error.result(), function, error.what());
+    return keep(error.kind(), function, error.what());
   } catch (const Error& error) {
-    return keep(result_of(error.kind()), function, error.what());
+    return keep(kind_of(error.kind()), function, error.what());
   } catch (const std::bad_alloc&) {
-    return keep(NCCL_EP_SYSTEM_ERROR, function, "out of host memory");
+    return keep(NCCL_EPX_SYSTEM_ERROR, function, "out of host memory");
   } catch (const std::exception& error) {
-    return keep(NCCL_EP_SYSTEM_ERROR, function, error.what());
+    return keep(NCCL_EPX_SYSTEM_ERROR, function, error.what());
   } catch (...) {
-    return keep(NCCL_EP_SYSTEM_ERROR, function, "an exception that is no std::exception, from a callback perhaps");
+    return keep(NCCL_EPX_SYSTEM_ERROR, function, "an exception that is no std::exception, from a callback perhaps");
   }
 }
-
-const char* last_error() noexcept { return text; }
 
 }  // namespace ep::c
 
 extern "C" {
 
-ncclEpResult_t ncclEpGetVersion(int* version) {
+ncclResult_t ncclEpGetVersion(int* version) {
   return ep::c::guarded("ncclEpGetVersion", [&] {
     EP_CHECK(version != nullptr, "version is null");
-    *version = NCCL_EP_VERSION;
+    *version = NCCL_EP_VERSION_CODE;
   });
 }
 
-const char* ncclEpGetErrorString(ncclEpResult_t result) {
-  switch (result) {
-    case NCCL_EP_SUCCESS:
-      return "success";
-    case NCCL_EP_INVALID_ARGUMENT:
+ncclResult_t ncclEpxGetVersion(int* version) {
+  return ep::c::guarded("ncclEpxGetVersion", [&] {
+    EP_CHECK(version != nullptr, "version is null");
+    *version = NCCL_EPX_VERSION;
+  });
+}
+
+const char* ncclEpxGetErrorString(ncclEpxError_t kind) {
+  switch (kind) {
+    case NCCL_EPX_NO_ERROR:
+      return "no error";
+    case NCCL_EPX_INVALID_ARGUMENT:
       return "invalid argument";
-    case NCCL_EP_INVALID_USAGE:
+    case NCCL_EPX_INVALID_USAGE:
       return "invalid usage";
-    case NCCL_EP_TIMEOUT:
+    case NCCL_EPX_TIMEOUT:
       return "timeout";
-    case NCCL_EP_MISMATCH:
+    case NCCL_EPX_MISMATCH:
       return "mismatch between ranks";
-    case NCCL_EP_SYSTEM_ERROR:
+    case NCCL_EPX_SYSTEM_ERROR:
       return "system error";
-    case NCCL_EP_NOT_SUPPORTED:
+    case NCCL_EPX_NOT_SUPPORTED:
       return "not supported";
-    case NCCL_EP_OVERFLOW:
+    case NCCL_EPX_OVERFLOW:
       return "overflow";
     default:
-      return "unknown result";
+      return "unknown error";
   }
 }
 
-const char* ncclEpGetLastError(void) { return ep::c::last_error(); }
+ncclEpxError_t ncclEpxGetLastErrorKind(void) { return ep::c::last_kind; }
+const char* ncclEpxGetLastError(void) { return ep::c::text; }
 
 }  // extern "C"

@@ -4,29 +4,28 @@
 #include <cxxabi.h>
 
 #include "base/check.h"
-#include "nccl_ep.h"
+#include "nccl_epx.h"
 
 namespace ep::c {
 
 // For results that the layers below do not know.
 class ApiError : public Error {
  public:
-  ApiError(ncclEpResult_t result, const std::string& text) : Error(ErrorKind::kInvalidUsage, text), result_(result) {}
-  ncclEpResult_t result() const { return result_; }
+  ApiError(ncclEpxError_t kind, const std::string& text) : Error(ErrorKind::kInvalidUsage, text), kind_(kind) {}
+  ncclEpxError_t kind() const { return kind_; }
 
  private:
-  ncclEpResult_t result_;
+  ncclEpxError_t kind_;
 };
 
 // The result for the exception in flight, whose text becomes the thread's last error.
-ncclEpResult_t take_exception(const char* function) noexcept;
-const char* last_error() noexcept;
+ncclResult_t take_exception(const char* function) noexcept;
 
 template <class Body>
-ncclEpResult_t guarded(const char* function, Body&& body) {
+ncclResult_t guarded(const char* function, Body&& body) {
   try {
     body();
-    return NCCL_EP_SUCCESS;
+    return ncclSuccess;
   } catch (const abi::__forced_unwind&) {  // pthread_cancel, which must not be held up
     throw;
   } catch (...) {

@@ -3,9 +3,12 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdlib>
+#include <optional>
 #include <string>
 #include <utility>
 
+#include "api/c_comm.h"
 #include "api/c_device.h"
 #include "api/c_live.h"
 #include "api/c_objects.h"
@@ -13,7 +16,6 @@
 #include "api/factory.h"
 #include "runtime/checks.h"
 #include "runtime/policy.h"
-#include "transport/same_size_bootstrap.h"
 
 namespace ep::c {
 namespace {
@@ -25,62 +27,50 @@ double seconds_of(uint64_t timeout_ns) {
   return timeout_ns == 0 ? kDefaultTimeoutSeconds : static_cast<double>(timeout_ns) / 1e9;
 }
 
-class CallbackBootstrap : public SameSizeBootstrap {
- public:
-  CallbackBootstrap(int rank, int num_ranks, ncclEpAllgather_t allgather, void* context, uint64_t timeout_ns)
-      : SameSizeBootstrap(rank, num_ranks), allgather_(allgather), context_(context), timeout_ns_(timeout_ns) {}
+// NCCL_EP_TIMEOUT_MS goes before the config.
+uint64_t timeout_of(const ncclEpGroupConfig_t& config) {
+  const char* text = std::getenv("NCCL_EP_TIMEOUT_MS");
+  if (text == nullptr || *text == '\0') return config.timeout_ns;
+  char* end = nullptr;
+  const unsigned long long milliseconds = std::strtoull(text, &end, 10);
+  EP_CHECK(*end == '\0' && *text >= '0' && *text <= '9' && milliseconds <= kMaxTimeoutNs / 1'000'000,
+           "NCCL_EP_TIMEOUT_MS is ", text, ", must be a number up to ", kMaxTimeoutNs / 1'000'000);
+  return milliseconds * 1'000'000;
+}
 
- private:
-  void gather(const void* mine, void* all, size_t bytes) override {
-    const ncclEpResult_t result = allgather_(context_, mine, all, bytes, timeout_ns_);
-    if (result == NCCL_EP_SUCCESS) return;
-    raise(result == NCCL_EP_TIMEOUT ? ErrorKind::kTimeout : ErrorKind::kSystem, "rank ", rank(), " could not gather ",
-          bytes, " bytes from ", num_ranks(), " ranks: the callback returned ", result, ", ",
-          ncclEpGetErrorString(result));
-  }
+constexpr int kUsualTopk = 8;  // of a group whose caller says nothing
 
-  ncclEpAllgather_t allgather_;
-  void* context_;
-  uint64_t timeout_ns_;
-};
-
-void check_config(const ncclEpGroupConfig_t& config) {
-  EP_CHECK(config.algorithm >= NCCL_EP_ALGORITHM_AUTO && config.algorithm <= NCCL_EP_ALGORITHM_HIGH_THROUGHPUT,
-           "algorithm ", config.algorithm, " is unknown");
-  EP_CHECK(config.device >= NCCL_EP_DEVICE_CPU, "device is ", config.device, ", must be NCCL_EP_DEVICE_CPU (",
-           NCCL_EP_DEVICE_CPU, ") or the ordinal of a CUDA device");
-  if (config.device >= 0 && !has_cuda_backend()) {
-    throw ApiError(NCCL_EP_NOT_SUPPORTED,
-                   concat("device is ", config.device, ", but this library was built without CUDA"));
-  }
-  EP_CHECK(config.domain_size >= 0, "domain_size is ", config.domain_size, ", must not be negative");
-  const bool has_ll = config.algorithm != NCCL_EP_ALGORITHM_HIGH_THROUGHPUT;
-  const size_t max_token_bytes = static_cast<size_t>(kMaxRowBytes) * (has_ll ? 1 : kHtMaxParts);
-  EP_CHECK(config.max_token_bytes >= 1 && config.max_token_bytes <= max_token_bytes, "max_token_bytes is ",
-           config.max_token_bytes, ", must be 1 to ", max_token_bytes);
-  EP_CHECK(config.max_combine_row_bytes <= kMaxRowBytes, "max_combine_row_bytes is ", config.max_combine_row_bytes,
+void check_rows(const GroupRequest& request) {
+  const bool has_ll = request.algorithm != NCCL_EPX_ALGORITHM_HIGH_THROUGHPUT;
+  const size_t most = static_cast<size_t>(kMaxRowBytes) * (has_ll ? 1 : kHtMaxParts);
+  EP_CHECK(request.max_token_bytes >= 1 && request.max_token_bytes <= most, "max_token_bytes is ",
+           request.max_token_bytes, ", must be 1 to ", most);
+  EP_CHECK(has_ll || request.max_token_bytes % 16 == 0, "max_token_bytes is ", request.max_token_bytes,
+           ", must be a multiple of 16 in high throughput");
+  EP_CHECK(request.max_combine_row_bytes <= kMaxRowBytes, "max_combine_row_bytes is ", request.max_combine_row_bytes,
            ", at most ", kMaxRowBytes);
-  EP_CHECK(config.overflow_policy == NCCL_EP_OVERFLOW_COUNT || config.overflow_policy == NCCL_EP_OVERFLOW_ERROR,
-           "overflow_policy ", config.overflow_policy, " is unknown");
-  EP_CHECK(config.max_num_sms >= 0, "max_num_sms is ", config.max_num_sms, ", must not be negative");
-  EP_CHECK(config.arena_bytes == 0 || config.algorithm != NCCL_EP_ALGORITHM_LOW_LATENCY, "arena_bytes is ",
-           config.arena_bytes, ", but low latency has no arena");
-  EP_CHECK(config.enable_mask == 0 || has_ll, "enable_mask is ", config.enable_mask,
-           ", but high throughput has no masks");
-  check_flag(config.enable_mask, "enable_mask");
-  EP_CHECK(config.ll_network >= NCCL_EP_LL_NETWORK_AUTO && config.ll_network <= NCCL_EP_LL_NETWORK_MESH, "ll_network ",
-           config.ll_network, " is unknown");
+  EP_CHECK(request.arena_bytes == 0 || request.algorithm != NCCL_EPX_ALGORITHM_LOW_LATENCY, "arena_bytes is ",
+           request.arena_bytes, ", but low latency has no arena");
+  EP_CHECK(!request.enable_mask || has_ll, "enable_mask is set, but high throughput has no masks");
+}
+
+void check_received(const GroupRequest& request) {
+  if (!request.is_ht) return;
+  EP_CHECK(request.max_recv == 0 || request.max_recv >= request.max_tokens, "max_recv_tokens_per_rank is ",
+           request.max_recv, ", must be NCCL_EP_AUTO or at least max_dispatch_tokens_per_rank, ", request.max_tokens);
+  EP_CHECK_USAGE(request.max_recv != 0 || !request.drops,
+                 "overflow_policy is DROP, but max_recv_tokens_per_rank is AUTO: whatever comes fits");
 }
 
 // What low latency has room for, in tokens of a handle; 0: nothing.
-int ll_max_tokens(const ncclEpGroupConfig_t& config, int num_ranks) {
-  if (config.algorithm == NCCL_EP_ALGORITHM_HIGH_THROUGHPUT) return 0;
-  if (config.algorithm == NCCL_EP_ALGORITHM_LOW_LATENCY) return config.max_tokens;
+int ll_max_tokens(const GroupRequest& config, int num_ranks) {
+  if (config.algorithm == NCCL_EPX_ALGORITHM_HIGH_THROUGHPUT) return 0;
+  if (config.algorithm == NCCL_EPX_ALGORITHM_LOW_LATENCY) return config.max_tokens;
   const int64_t most = most_auto_ll_tokens(static_cast<int64_t>(config.max_token_bytes), config.topk, num_ranks);
   return static_cast<int>(std::clamp<int64_t>(most, 1, config.max_tokens));
 }
 
-GroupConfig to_group_config(const ncclEpGroupConfig_t& config, int num_ranks) {
+GroupConfig to_group_config(const GroupRequest& config, int num_ranks) {
   const Shape shape = Shape::make(num_ranks, config.num_experts, config.topk, config.max_tokens);
   const int dispatch_bytes = static_cast<int>(config.max_token_bytes);
   const int combine_bytes =
@@ -92,12 +82,12 @@ GroupConfig to_group_config(const ncclEpGroupConfig_t& config, int num_ranks) {
     ll_shape.max_tokens = ll_tokens;
     result.sizes = sizes_for(ll_shape, dispatch_bytes, combine_bytes);
   }
-  if (config.algorithm != NCCL_EP_ALGORITHM_LOW_LATENCY) {
+  if (config.algorithm != NCCL_EPX_ALGORITHM_LOW_LATENCY) {
     const Topology topology = Topology::make(num_ranks, config.domain_size == 0 ? num_ranks : config.domain_size);
     result.ht_sizes = ht_sizes_for(topology, shape, dispatch_bytes, combine_bytes, config.arena_bytes);
   }
   result.timeout_seconds = seconds_of(config.timeout_ns);
-  result.masks_late_ranks = config.enable_mask != 0;
+  result.masks_late_ranks = config.enable_mask;
   result.ll_network = static_cast<LlNetwork>(config.ll_network);
   result.device_index = config.device;
   result.made_with =
@@ -113,25 +103,99 @@ std::string next_name(int rank) {
   return concat("group", count++, ".rank", rank);
 }
 
-// `comm`: the caller's, for windows; null: there is none. `rendezvous`: makes a bootstrap as this one.
-ncclEpGroup_t make_group_object(Bootstrap& bootstrap, const ncclEpGroupConfig_t& given, ncclComm* comm,
+std::unique_ptr<Group> make(const GroupState& state, Bootstrap& bootstrap) {
+  GroupConfig config = to_group_config(state.config, bootstrap.num_ranks());
+  config.name = next_name(bootstrap.rank());
+  config.nccl_comm = state.comm;
+  return make_group(bootstrap, config);
+}
+
+// `comm`: of NCCL, for windows; null: there is none. `rendezvous`: makes a bootstrap as this one.
+ncclEpGroup_t make_group_object(Bootstrap& bootstrap, const GroupRequest& request, ncclComm* comm,
                                 GroupState::Rendezvous rendezvous) {
   auto state = std::make_shared<GroupState>();
-  state->config = given;
+  state->config = request;
+  state->comm = comm;
   state->process = getpid();
-  GroupConfig config = to_group_config(given, bootstrap.num_ranks());
-  config.name = next_name(bootstrap.rank());
-  config.nccl_comm = comm;
   state->rendezvous = std::move(rendezvous);
-  state->ll_max_tokens = ll_max_tokens(given, bootstrap.num_ranks());
+  state->ll_max_tokens = ll_max_tokens(request, bootstrap.num_ranks());
   auto object = std::make_unique<ncclEpGroup>();
-  state->group = make_group(bootstrap, config);
+  state->group = make(*state, bootstrap);
   object->state = std::move(state);
   add_live(object.get(), ObjectKind::kGroup);
   return object.release();
 }
 
+// The first collective of a communicator sets it up, however short the deadline of operations.
+double setup_seconds(double seconds, const ncclComm* comm) {
+  return comm == nullptr ? seconds : std::max(seconds, kMinSetupSeconds);
+}
+
+void create_group(ncclEpGroup_t* group, ncclComm* comm, const ncclEpGroupConfig_t* config,
+                  const ncclEpxGroupOptions_t* options) {
+  EP_CHECK(group != nullptr, "group is null");
+  EP_CHECK(comm != nullptr, "comm is null");
+  const std::optional<CallbackComm> ours = callback_comm(comm);
+  if (!ours && !has_cuda_backend()) {
+    throw ApiError(NCCL_EPX_NOT_SUPPORTED,
+                   "comm is of NCCL, but this library was built without CUDA: ncclEpxCommFromCallback makes one");
+  }
+  const int device = ours ? ours->device : device_of(comm);
+  const GroupRequest request = take_group(config, options, device);
+  const ScopedDevice scope(device);
+  GroupState::Rendezvous rendezvous;
+  if (ours) {
+    rendezvous = [ours = *ours](double seconds) { return c::bootstrap_of(ours, seconds); };
+  } else {
+    rendezvous = [comm, device](double seconds) { return ep::bootstrap_of(comm, device, seconds); };
+  }
+  ncclComm* const of_nccl = ours ? nullptr : comm;
+  const auto bootstrap = rendezvous(setup_seconds(seconds_of(request.timeout_ns), of_nccl));
+  *group = make_group_object(*bootstrap, request, of_nccl, rendezvous);
+}
+
 }  // namespace
+
+GroupRequest take_group(const ncclEpGroupConfig_t* given, const ncclEpxGroupOptions_t* given_options, int device) {
+  const auto config = take(given, "config");
+  const auto options = take_or_default(given_options, "options");
+  check_reserved(options);
+  check_flag(options.both_algorithms, "both_algorithms");
+  const uint32_t algorithm = choice_of(config.algorithm, NCCL_EP_ALGO_HIGH_THROUGHPUT, "algorithm");
+  const uint32_t zero_copy = choice_of(config.zero_copy, NCCL_EP_ZERO_COPY_ON, "zero_copy");
+  const uint32_t policy = choice_of(config.overflow_policy, NCCL_EP_OVERFLOW_DROP, "overflow_policy");
+  EP_CHECK(options.domain_size >= 0, "domain_size is ", options.domain_size, ", must not be negative");
+  EP_CHECK(options.ll_network >= NCCL_EPX_LL_NETWORK_AUTO && options.ll_network <= NCCL_EPX_LL_NETWORK_MESH,
+           "ll_network ", options.ll_network, " is unknown");
+  EP_CHECK_USAGE((config.alloc.alloc_fn == nullptr) == (config.alloc.free_fn == nullptr),
+                 "alloc has one function, must have both or none");
+  GroupRequest request;
+  request.algorithm = options.both_algorithms ? NCCL_EPX_ALGORITHM_AUTO : static_cast<int32_t>(algorithm) + 1;
+  request.is_ht = algorithm == NCCL_EP_ALGO_HIGH_THROUGHPUT;
+  request.device = device;
+  request.num_experts = to_int(config.num_experts, "num_experts");
+  request.max_tokens = to_int(config.max_dispatch_tokens_per_rank, "max_dispatch_tokens_per_rank");
+  EP_CHECK(request.max_tokens >= 1, "max_dispatch_tokens_per_rank is 0, must be at least 1");
+  request.topk = to_int(config.num_topk, "num_topk");
+  request.may_grow = request.topk == 0;
+  if (request.may_grow) request.topk = std::clamp(request.num_experts, 1, kUsualTopk);
+  request.domain_size = options.domain_size;
+  request.max_recv = to_int(config.max_recv_tokens_per_rank, "max_recv_tokens_per_rank");
+  request.max_token_bytes = config.max_token_bytes;
+  request.max_combine_row_bytes = options.max_combine_row_bytes;
+  request.timeout_ns = timeout_of(config);
+  request.needs_windows = zero_copy == NCCL_EP_ZERO_COPY_ON;
+  request.drops = policy == NCCL_EP_OVERFLOW_DROP;
+  request.max_num_sms = to_int(config.max_num_sms, "max_num_sms");
+  request.arena_bytes = options.arena_bytes;
+  request.enable_mask = config.enable_mask != 0;
+  request.ll_network = options.ll_network;
+  request.alloc = config.alloc;
+  check_rows(request);
+  check_received(request);
+  seconds_of(request.timeout_ns);
+  return request;
+}
 
 Group& GroupState::get() const {
   EP_CHECK_USAGE(getpid() == process, "the group belongs to process ", process, ", this is its fork ", getpid(),
@@ -140,15 +204,54 @@ Group& GroupState::get() const {
   return *group;
 }
 
+void GroupState::grow(int topk) {
+  EP_CHECK_USAGE(extents.empty(), "a handle of top-k ", topk, " needs a larger window than the group has for top-k ",
+                 config.topk, ", but memory of ncclEpxMemAlloc lies in it: say num_topk in the group's config");
+  get();
+  const ScopedDevice scope(config.device);
+  const auto bootstrap = rendezvous(setup_seconds(group->timeout_seconds(), comm));
+  const double seconds = group->timeout_seconds();
+  const int before = std::exchange(config.topk, topk);
+  std::unique_ptr<Group> wider;
+  try {
+    wider = make(*this, *bootstrap);
+  } catch (...) {
+    config.topk = before;
+    throw;
+  }
+  group->destroy();
+  group = std::move(wider);
+  group->set_timeout(seconds);
+  ll_max_tokens = c::ll_max_tokens(config, group->num_ranks());
+  reported_drops = asked_masks = known_masks = 0;
+}
+
+void* GroupState::allocate_own(size_t bytes) const {
+  if (config.alloc.alloc_fn == nullptr) return allocate(config.device, bytes);
+  void* memory = nullptr;
+  const cudaError_t error = config.alloc.alloc_fn(&memory, bytes, config.alloc.context);
+  if (number_of(error) != 0 || memory == nullptr) {
+    raise(ErrorKind::kSystem, "alloc_fn returned ", number_of(error), " and no memory: ", bytes,
+          " bytes were asked for");
+  }
+  return memory;
+}
+
+void GroupState::release_own(void* memory) const noexcept {
+  if (memory == nullptr) return;
+  if (config.alloc.free_fn == nullptr) return release(config.device, memory);
+  config.alloc.free_fn(memory, config.alloc.context);
+}
+
 void GroupState::check_overflow() {
-  if (config.overflow_policy != NCCL_EP_OVERFLOW_ERROR) return;
+  if (config.drops) return;
   const uint64_t all = group->report().dropped_rows;
   const uint64_t fresh = all - reported_drops;
   reported_drops = all;
   if (fresh == 0) return;
-  throw ApiError(NCCL_EP_OVERFLOW, concat(fresh,
-                                          " rows did not fit into the capacity of what received them and were "
-                                          "dropped; the demand in info tells how many there were"));
+  throw ApiError(NCCL_EPX_OVERFLOW, concat(fresh,
+                                           " rows did not fit into the capacity of what received them and were "
+                                           "dropped; the demand in info tells how many there were"));
 }
 
 std::shared_ptr<GroupState> state_of(ncclEpGroup_t group) {
@@ -164,43 +267,16 @@ using namespace ep::c;
 
 extern "C" {
 
-ncclEpResult_t ncclEpCreateGroupFromCallback(ncclEpGroup_t* group, int rank, int num_ranks, ncclEpAllgather_t allgather,
-                                             void* context, const ncclEpGroupConfig_t* given) {
-  return guarded("ncclEpCreateGroupFromCallback", [&] {
-    EP_CHECK(group != nullptr, "group is null");
-    EP_CHECK(num_ranks >= 1 && rank >= 0 && rank < num_ranks, "rank ", rank, " of ", num_ranks, " ranks");
-    EP_CHECK(allgather != nullptr || num_ranks == 1, "allgather is null in a world of ", num_ranks, " ranks");
-    const ncclEpGroupConfig_t config = take(given, "config");
-    check_config(config);
-    const auto rendezvous = [=](double seconds) -> std::unique_ptr<Bootstrap> {
-      const auto timeout_ns = static_cast<uint64_t>(seconds * 1e9);
-      return std::make_unique<CallbackBootstrap>(rank, num_ranks, allgather, context, timeout_ns);
-    };
-    *group = make_group_object(*rendezvous(seconds_of(config.timeout_ns)), config, nullptr, rendezvous);
-  });
+ncclResult_t ncclEpCreateGroup(ncclEpGroup_t* group, ncclComm_t comm, const ncclEpGroupConfig_t* config) {
+  return guarded("ncclEpCreateGroup", [&] { create_group(group, comm, config, nullptr); });
 }
 
-ncclEpResult_t ncclEpCreateGroup(ncclEpGroup_t* group, struct ncclComm* comm, const ncclEpGroupConfig_t* given) {
-  return guarded("ncclEpCreateGroup", [&] {
-    EP_CHECK(group != nullptr, "group is null");
-    EP_CHECK(comm != nullptr, "comm is null");
-    const ncclEpGroupConfig_t config = take(given, "config");
-    check_config(config);
-    if (!has_cuda_backend()) {
-      throw ApiError(NCCL_EP_NOT_SUPPORTED, "this library was built without CUDA: use ncclEpCreateGroupFromCallback");
-    }
-    EP_CHECK(config.device >= 0, "device is ", config.device, ", but the ranks of an NCCL communicator are on GPUs");
-    // The first collective of a communicator sets it up, however short the deadline of operations.
-    const double seconds = std::max(seconds_of(config.timeout_ns), kMinSetupSeconds);
-    const ScopedDevice device(config.device);
-    const auto rendezvous = [comm, ordinal = config.device](double deadline) {
-      return bootstrap_of(comm, ordinal, deadline);
-    };
-    *group = make_group_object(*rendezvous(seconds), config, comm, rendezvous);
-  });
+ncclResult_t ncclEpxCreateGroup(ncclEpGroup_t* group, ncclComm_t comm, const ncclEpGroupConfig_t* config,
+                                const ncclEpxGroupOptions_t* options) {
+  return guarded("ncclEpxCreateGroup", [&] { create_group(group, comm, config, options); });
 }
 
-ncclEpResult_t ncclEpGroupDestroy(ncclEpGroup_t group) {
+ncclResult_t ncclEpGroupDestroy(ncclEpGroup_t group) {
   return guarded("ncclEpGroupDestroy", [&] {
     if (group == nullptr) return;
     if (getpid() != state_of(group)->process) return;  // its threads are not here, and its memory is the parent's
@@ -211,23 +287,23 @@ ncclEpResult_t ncclEpGroupDestroy(ncclEpGroup_t group) {
   });
 }
 
-ncclEpResult_t ncclEpGroupSetTimeout(ncclEpGroup_t group, uint64_t timeout_ns) {
-  return guarded("ncclEpGroupSetTimeout", [&] { state_of(group)->get().set_timeout(seconds_of(timeout_ns)); });
+ncclResult_t ncclEpxGroupSetTimeout(ncclEpGroup_t group, uint64_t timeout_ns) {
+  return guarded("ncclEpxGroupSetTimeout", [&] { state_of(group)->get().set_timeout(seconds_of(timeout_ns)); });
 }
 
-ncclEpResult_t ncclEpCheck(ncclEpGroup_t group) {
-  return guarded("ncclEpCheck", [&] {
+ncclResult_t ncclEpxCheck(ncclEpGroup_t group) {
+  return guarded("ncclEpxCheck", [&] {
     const std::shared_ptr<GroupState> state = state_of(group);
     state->get().check();
     state->check_overflow();
   });
 }
 
-ncclEpResult_t ncclEpGroupGetInfo(ncclEpGroup_t group, ncclEpGroupInfo_t* info) {
-  return guarded("ncclEpGroupGetInfo", [&] {
+ncclResult_t ncclEpxGroupGetInfo(ncclEpGroup_t group, ncclEpxGroupInfo_t* info) {
+  return guarded("ncclEpxGroupGetInfo", [&] {
     const std::shared_ptr<GroupState> state = state_of(group);
     Group& inner = state->get();
-    ncclEpGroupInfo_t full = take(info, "info");
+    auto full = take(info, "info");
     const Report report = inner.report();
     full.rank = inner.rank();
     full.num_ranks = inner.num_ranks();
@@ -245,12 +321,13 @@ ncclEpResult_t ncclEpGroupGetInfo(ncclEpGroup_t group, ncclEpGroupInfo_t* info) 
     full.arena_bytes = arena ? arena->bytes() : 0;
     full.arena_free_bytes = arena ? arena->free_bytes() : 0;
     full.ll_max_tokens = state->ll_max_tokens;
+    full.topk = state->config.topk;
     give(info, full);
   });
 }
 
-ncclEpResult_t ncclEpMemAlloc(ncclEpGroup_t group, void** memory, size_t bytes) {
-  return guarded("ncclEpMemAlloc", [&] {
+ncclResult_t ncclEpxMemAlloc(ncclEpGroup_t group, void** memory, size_t bytes) {
+  return guarded("ncclEpxMemAlloc", [&] {
     const std::shared_ptr<GroupState> state = state_of(group);
     EP_CHECK(memory != nullptr, "memory is null");
     std::shared_ptr<void> extent = Arena::take(state->get().arena(), bytes);
@@ -263,12 +340,12 @@ ncclEpResult_t ncclEpMemAlloc(ncclEpGroup_t group, void** memory, size_t bytes) 
   });
 }
 
-ncclEpResult_t ncclEpMemFree(ncclEpGroup_t group, void* memory) {
-  return guarded("ncclEpMemFree", [&] {
+ncclResult_t ncclEpxMemFree(ncclEpGroup_t group, void* memory) {
+  return guarded("ncclEpxMemFree", [&] {
     const std::shared_ptr<GroupState> state = state_of(group);
     if (memory == nullptr) return;
     state->get();
-    EP_CHECK(state->extents.erase(memory) == 1, "memory at ", memory, " is not of ncclEpMemAlloc with this group");
+    EP_CHECK(state->extents.erase(memory) == 1, "memory at ", memory, " is not of ncclEpxMemAlloc with this group");
   });
 }
 

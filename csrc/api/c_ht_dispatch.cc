@@ -1,8 +1,10 @@
 // High throughput's dispatch and routing.
+#include <algorithm>
 #include <vector>
 
 #include "api/c_device.h"
 #include "api/c_dispatch.h"
+#include "base/math.h"
 
 namespace ep::c {
 namespace {
@@ -41,7 +43,7 @@ void set_parts(HtDispatchParams& p, const DispatchCall& call, const OutputPointe
   } else if (call.scales) {
     add(part_of(call.scales), out[kScales]);
   }
-  for (int i = 0; i < NCCL_EP_MAX_EXTRA; i++) {
+  for (int i = 0; i < NCCL_EPX_MAX_EXTRA; i++) {
     if (call.extra[i]) add(part_of(call.extra[i]), out[kExtra + i]);
   }
 }
@@ -56,7 +58,7 @@ HtPart smallest_row() {
 }  // namespace
 
 void dispatch_ht(ncclEpHandle& handle, const DispatchCall& call, const Outputs& outputs, void* stream) {
-  const bool is_cached = call.config.cached != 0;
+  const bool is_cached = call.is_cached;
   const HtVariant variant = is_cached          ? HtVariant::kCached
                             : handle.is_routed ? HtVariant::kSend
                                                : HtVariant::kRouteAndSend;
@@ -68,42 +70,56 @@ void dispatch_ht(ncclEpHandle& handle, const DispatchCall& call, const Outputs& 
   p.info = static_cast<int32_t*>(out[kInfo]);
   p.row_expert = static_cast<int32_t*>(out[kRowExpert]);
   p.out_topk_idx = out[kIdx];
+  if (handle.is_plain && outputs[kIdx].sizes.ndim > 0) p.is_idx64 = outputs[kIdx].dtype == ncclInt64;
   p.out_weights = static_cast<float*>(out[kWeights]);
   const ScopedDevice device(handle.device());
   handle.state->get().dispatch(p, stream);
   handle.dispatched_tokens = p.num_tokens;
-  if (handle.device() < 0) handle.state->check_overflow();
+}
+
+void route(ncclEpHandle& handle, int32_t* info, void* stream) {
+  HtDispatchParams p = params_of(handle, HtVariant::kRoute, handle.given_tokens);
+  if (handle.is_exact) p.output.capacity = INT32_MAX;
+  p.info = info;
+  p.parts[p.num_parts++] = smallest_row();
+  std::vector<int64_t> sizes(2 + handle.shape.local_experts(), 0);  // rows, slots, the demand of each expert
+  if (handle.is_exact) p.host_sizes = sizes.data();
+  const ScopedDevice device(handle.device());
+  handle.state->get().dispatch(p, stream);
+  if (handle.is_exact) handle.output.capacity = sizes[0];
+  if (handle.is_eager() && handle.output.layout == OutputLayout::kPacked) {
+    int64_t padded = 0;
+    for (auto demand = sizes.begin() + 2; demand != sizes.end(); ++demand) {
+      padded += align_up<int64_t>(*demand, handle.output.alignment);
+    }
+    handle.output.capacity = std::max(padded, sizes[0]);
+  }
+  handle.is_routed = true;
+  handle.dispatched_tokens = -1;
 }
 
 namespace {
 
-void route(ncclEpHandle& handle, const ncclEpTensor_t* info, void* stream) {
-  Group& group = handle.state->get();
+void route_for_caller(ncclEpHandle& handle, const ncclEpTensor_t* info, void* stream) {
+  handle.state->get();
+  EP_CHECK_USAGE(!handle.is_plain, "the handle has no options: ncclEpUpdateHandle has routed it");
   EP_CHECK_USAGE(handle.is_ht, "the handle is of low latency, whose dispatch carries the routing");
   handle.require_given();
-  HtDispatchParams p = params_of(handle, HtVariant::kRoute, handle.given_tokens);
-  if (handle.is_exact) p.output.capacity = INT32_MAX;
   const Tensor filled = take_tensor(info, "info");
-  check_tensor(filled, "info", NCCL_EP_INT32, {p.output.info_size()});
+  check_tensor(filled, "info", ncclInt32, {handle.output.info_size()});
   OverlapCheck check;
   check.reads("topk_idx", handle.ids_extent());
   check.writes("handle_mem", handle.memory_extent());
   check.writes("info", extent_of(filled));
-  p.info = static_cast<int32_t*>(filled.data);
-  p.parts[p.num_parts++] = smallest_row();
-  std::vector<int64_t> sizes(2 + handle.shape.local_experts(), 0);  // rows, slots, room for the demand of each expert
-  if (handle.is_exact) p.host_sizes = sizes.data();
-  const ScopedDevice device(handle.device());
-  group.dispatch(p, stream);
-  if (handle.is_exact) handle.output.capacity = sizes[0];
-  handle.is_routed = true;
-  handle.dispatched_tokens = -1;
+  route(handle, static_cast<int32_t*>(filled.data), stream);
   if (handle.device() < 0) handle.state->check_overflow();
 }
 
 }  // namespace
 }  // namespace ep::c
 
-extern "C" ncclEpResult_t ncclEpRouteHandle(ncclEpHandle_t handle, const ncclEpTensor_t* info, void* stream) {
-  return ep::c::guarded("ncclEpRouteHandle", [&] { ep::c::route(ep::c::object_of(handle), info, stream); });
+using namespace ep::c;
+
+extern "C" ncclResult_t ncclEpxRouteHandle(ncclEpHandle_t handle, const ncclEpTensor_t* info, cudaStream_t stream) {
+  return guarded("ncclEpxRouteHandle", [&] { route_for_caller(object_of(handle), info, stream); });
 }

@@ -11,7 +11,17 @@
 namespace ep::c {
 namespace {
 
-const char* name_of(ObjectKind kind) { return kind == ObjectKind::kGroup ? "group" : "handle"; }
+const char* name_of(ObjectKind kind) {
+  switch (kind) {
+    case ObjectKind::kGroup:
+      return "group";
+    case ObjectKind::kHandle:
+      return "handle";
+    case ObjectKind::kComm:
+      break;
+  }
+  return "communicator";
+}
 
 class LiveObjects {
  public:
@@ -24,6 +34,11 @@ class LiveObjects {
   void add(const void* object, ObjectKind kind) {
     const std::unique_lock lock(mutex_);
     kinds_[object] = kind;
+  }
+  bool has(const void* object, ObjectKind kind) const {
+    const std::shared_lock lock(mutex_);
+    const auto at = kinds_.find(object);
+    return at != kinds_.end() && at->second == kind;
   }
   void require(const void* object, ObjectKind kind, const std::function<void()>& use) const {
     std::optional<ObjectKind> found;
@@ -55,6 +70,7 @@ class LiveObjects {
 }  // namespace
 
 void add_live(const void* object, ObjectKind kind) { LiveObjects::all().add(object, kind); }
+bool is_live(const void* object, ObjectKind kind) { return LiveObjects::all().has(object, kind); }
 void require_live(const void* object, ObjectKind kind) { LiveObjects::all().require(object, kind, nullptr); }
 void with_live(const void* object, ObjectKind kind, const std::function<void()>& use) {
   LiveObjects::all().require(object, kind, use);

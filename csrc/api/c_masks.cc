@@ -1,7 +1,7 @@
 // Masks of ranks in the C API.
 #include "api/c_device.h"
 #include "api/c_objects.h"
-#include "api/c_tensor.h"
+#include "api/factory.h"
 
 namespace ep::c {
 namespace {
@@ -15,16 +15,45 @@ Group& masking(const GroupState& state) {
   return group;
 }
 
-void query(const GroupState& state, const ncclEpTensor_t* given, void* stream) {
+void query(const GroupState& state, int* status, void* stream) {
   Group& group = masking(state);
-  const Tensor masked = take_tensor(given, "masked");
-  check_tensor(masked, "masked", NCCL_EP_INT32, {group.num_ranks()});
-  group.query_masks(static_cast<int32_t*>(masked.data), stream);
+  EP_CHECK(status != nullptr, "mask_status is null");
+  EP_CHECK(reinterpret_cast<uintptr_t>(status) % alignof(int) == 0, "mask_status at address ", status,
+           " is not aligned to its elements of ", sizeof(int), " bytes");
+  const ScopedDevice device(state.config.device);
+  group.query_masks(status, stream);
+  // The library has 1 for a masked rank: its complement.
+  LayoutInfoParams flip;
+  flip.ids = flip.out_ids = {status, false};
+  flip.num_ids = group.num_ranks();
+  flip.is_mask = true;
+  write_layout_info(flip, state.config.device >= 0, stream);
+}
+
+// Ranks come back all at once: a masked one that is said to be active is refused where the host knows of its mask.
+void update(GroupState& state, const int* mask, void* stream) {
+  Group& group = masking(state);
+  EP_CHECK(mask != nullptr, "mask is null");
+  const uint64_t masked = state.asked_masks | (state.config.device < 0 ? group.report().masked : 0);
+  for (int r = 0; r < group.num_ranks(); r++) {
+    EP_CHECK(mask[r] == 0 || mask[r] == 1, "mask of rank ", r, " is ", mask[r], ", must be 0 or 1");
+    EP_CHECK(mask[r] == 1 || r != group.rank(), "mask of rank ", r, " is 0, but that is this rank itself");
+    EP_CHECK(mask[r] == 0 || (masked >> r & 1) == 0, "mask of rank ", r,
+             " is 1, but it is masked: ncclEpMaskClean brings all ranks back");
+  }
+  const ScopedDevice device(state.config.device);
+  if (!is_capturing(state.config.device, stream)) state.note_masks();
+  for (int r = 0; r < group.num_ranks(); r++) {
+    if (mask[r] == 1) continue;
+    if ((masked >> r & 1) == 0) group.mask(r, stream);
+    state.asked_masks |= uint64_t{1} << r;
+  }
 }
 
 void clean(GroupState& state) {
   Group& group = masking(state);
   EP_CHECK_USAGE(!state.has_missed_cleaning, "a rank did not come when masks were to be cleaned: make a new group");
+  state.note_masks();
   const ScopedDevice device(state.config.device);
   const auto bootstrap = state.rendezvous(kCleaningDeadlines * group.timeout_seconds());
   try {
@@ -33,25 +62,52 @@ void clean(GroupState& state) {
     state.has_missed_cleaning = error.kind() != ErrorKind::kInvalidUsage;
     throw;
   }
+  state.asked_masks = state.known_masks = 0;
 }
 
 }  // namespace
+
+void GroupState::note_masks() {
+  const uint64_t masked = group->report().masked;
+  has_async_error = has_async_error || (masked & ~asked_masks & ~known_masks) != 0;
+  known_masks |= masked;
+}
+
 }  // namespace ep::c
 
 using namespace ep::c;
 
 extern "C" {
 
-ncclEpResult_t ncclEpMaskQuery(ncclEpGroup_t group, const ncclEpTensor_t* masked, void* stream) {
-  return guarded("ncclEpMaskQuery", [&] { query(*state_of(group), masked, stream); });
+ncclResult_t ncclEpMaskQuery(ncclEpGroup_t group, int* mask_status, cudaStream_t stream) {
+  return guarded("ncclEpMaskQuery", [&] { query(*state_of(group), mask_status, stream); });
 }
 
-ncclEpResult_t ncclEpMaskUpdate(ncclEpGroup_t group, int rank, void* stream) {
-  return guarded("ncclEpMaskUpdate", [&] { masking(*state_of(group)).mask(rank, stream); });
+ncclResult_t ncclEpMaskUpdate(ncclEpGroup_t group, const int* mask, cudaStream_t stream) {
+  return guarded("ncclEpMaskUpdate", [&] { update(*state_of(group), mask, stream); });
 }
 
-ncclEpResult_t ncclEpMaskClean(ncclEpGroup_t group) {
+ncclResult_t ncclEpMaskClean(ncclEpGroup_t group, cudaStream_t) {
   return guarded("ncclEpMaskClean", [&] { clean(*state_of(group)); });
+}
+
+ncclResult_t ncclEpGetAsyncError(ncclEpGroup_t group, int* error_out) {
+  return guarded("ncclEpGetAsyncError", [&] {
+    const auto state = state_of(group);
+    masking(*state);
+    EP_CHECK(error_out != nullptr, "error_out is null");
+    state->note_masks();
+    *error_out = state->has_async_error ? 1 : 0;
+  });
+}
+
+ncclResult_t ncclEpErrorClear(ncclEpGroup_t group) {
+  return guarded("ncclEpErrorClear", [&] {
+    const auto state = state_of(group);
+    masking(*state);
+    state->note_masks();
+    state->has_async_error = false;
+  });
 }
 
 }  // extern "C"

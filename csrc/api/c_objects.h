@@ -8,8 +8,9 @@
 #include <memory>
 
 #include "api/c_error.h"
+#include "api/c_request.h"
 #include "base/overlap.h"
-#include "nccl_ep.h"
+#include "runtime/common/layout_info.h"
 #include "runtime/group.h"
 
 namespace ep::c {
@@ -17,24 +18,46 @@ namespace ep::c {
 // Shared by a group and its handles, so that a handle that outlives its group finds out.
 struct GroupState {
   std::unique_ptr<Group> group;
-  ncclEpGroupConfig_t config;
+  GroupRequest config;
+  ncclComm* comm = nullptr;  // of NCCL, the caller's; null: there is none
   pid_t process;
   int ll_max_tokens = 0;  // room of low latency; 0: none
   uint64_t reported_drops = 0;
-  std::map<void*, std::shared_ptr<void>> extents;  // of ncclEpMemAlloc
+  std::map<void*, std::shared_ptr<void>> extents;  // of ncclEpxMemAlloc
 
   // How the ranks find one another once more, within so many seconds.
   using Rendezvous = std::function<std::unique_ptr<Bootstrap>(double seconds)>;
   Rendezvous rendezvous;
   bool has_missed_cleaning = false;  // of masks: the ranks are not at the same step of the rendezvous any more
 
+  // Masks of low latency, a bit for each rank: those that the caller asked for, those of which it knows as an error.
+  uint64_t asked_masks = 0, known_masks = 0;
+  bool has_async_error = false;
+  // Notes ranks that were masked because they were late.
+  void note_masks();
+
   // The group, if this process may use it.
   Group& get() const;
-  // NCCL_EP_OVERFLOW_ERROR: throws once for rows that were dropped since the last time.
+  // Collective: makes the group anew, with room for so many choices of a token.
+  void grow(int topk);
+  // Unless the caller wants rows dropped: throws once for those that were, since the last time.
   void check_overflow();
+
+  // Of a handle, on the group's device: by the caller's functions, if there are any.
+  void* allocate_own(size_t bytes) const;
+  void release_own(void* memory) const noexcept;
 };
 
 enum class Pending { kNothing, kDispatch, kCombine };
+
+// Memory of a plain handle, of the library.
+struct Scratch {
+  char* memory = nullptr;
+  int64_t rows = 0;  // of outputs that it has room for
+  int32_t *info = nullptr, *row_expert = nullptr;
+  float* weights = nullptr;
+  void* ids = nullptr;
+};
 
 }  // namespace ep::c
 
@@ -51,6 +74,9 @@ struct ncclEpHandle {
   bool owns_memory = false;
   bool is_ht = false;
   bool is_exact = false;  // high throughput: `output` has its rows once they are known
+  // Made without options: as NCCL EP has handles. Outputs that its callers do not know go to `scratch`.
+  bool is_plain = false;
+  ep::c::Scratch scratch;
 
   // For the next dispatch.
   const void* topk_idx = nullptr;
@@ -65,6 +91,7 @@ struct ncclEpHandle {
   ep::c::Pending pending = ep::c::Pending::kNothing;
   ep::LlDispatchParams dispatch;
   ep::LlCombineParams combine;
+  ep::LayoutInfoParams layout_info;  // to be written when the dispatch is received
 
   ncclEpHandle() = default;
   ~ncclEpHandle();
@@ -73,6 +100,7 @@ struct ncclEpHandle {
 
   ep::HandlePtrs pointers(int num_tokens) const;
   ep::HtHandlePtrs ht_pointers(int num_tokens) const;
+  bool is_eager() const { return is_plain && is_exact; }
   int device() const { return state->config.device; }
   int num_sms(int asked) const;
   void require_nothing_pending() const;

@@ -1,9 +1,12 @@
 #include "api/c_tensor.h"
 
 #include <algorithm>
+#include <memory>
+#include <utility>
 
 #include "api/c_error.h"
 #include "api/c_struct.h"
+#include "api/factory.h"
 #include "base/check.h"
 
 namespace ep::c {
@@ -14,12 +17,18 @@ struct TypeInfo {
   int bytes;
 };
 
-constexpr TypeInfo kTypes[] = {{"int8", 1},    {"uint8", 1},    {"int32", 4},       {"uint32", 4},
-                               {"int64", 8},   {"uint64", 8},   {"float16", 2},     {"float32", 4},
-                               {"float64", 8}, {"bfloat16", 2}, {"float8_e4m3", 1}, {"float8_e5m2", 1}};
+constexpr TypeInfo kTypes[] = {{"int8", 1},        {"uint8", 1},       {"int32", 4},   {"uint32", 4},  {"int64", 8},
+                               {"uint64", 8},      {"float16", 2},     {"float32", 4}, {"float64", 8}, {"bfloat16", 2},
+                               {"float8_e4m3", 1}, {"float8_e5m2", 1}, {"float4x2", 1}};
 constexpr int kNumTypes = sizeof kTypes / sizeof kTypes[0];
 
-bool is_known(ncclEpDataType_t dtype) { return dtype >= 0 && dtype < kNumTypes; }
+bool is_known(DataType dtype) { return dtype >= 0 && dtype < kNumTypes; }
+
+// Of ncclEpTensorAlloc: the descriptor stands first.
+struct AllocatedTensor {
+  ncclEpTensor_t tensor;
+  size_t sizes[NCCL_EPX_MAX_DIMS];
+};
 
 constexpr int64_t kMaxElements = INT64_MAX / 64;  // so that bytes fit into 64 bits
 
@@ -39,19 +48,19 @@ Sizes Sizes::with(int64_t last) const {
 
 std::string text_of(const Sizes& sizes) { return text_of_sizes(sizes.at.data(), sizes.ndim); }
 
-int element_bytes(ncclEpDataType_t dtype) { return kTypes[dtype].bytes; }
-const char* name_of(ncclEpDataType_t dtype) { return kTypes[dtype].name; }
-std::string name_or_number(ncclEpDataType_t dtype) { return is_known(dtype) ? name_of(dtype) : std::to_string(dtype); }
+int element_bytes(DataType dtype) { return kTypes[dtype].bytes; }
+const char* name_of(DataType dtype) { return kTypes[dtype].name; }
+std::string name_or_number(DataType dtype) { return is_known(dtype) ? name_of(dtype) : std::to_string(dtype); }
 
-DType to_dtype(ncclEpDataType_t dtype) {
+DType to_dtype(DataType dtype) {
   switch (dtype) {
-    case NCCL_EP_BFLOAT16:
+    case ncclBfloat16:
       return DType::kBF16;
-    case NCCL_EP_FLOAT16:
+    case ncclFloat16:
       return DType::kF16;
-    case NCCL_EP_FLOAT32:
+    case ncclFloat32:
       return DType::kF32;
-    case NCCL_EP_FLOAT8_E4M3:
+    case ncclFloat8e4m3:
       return DType::kF8E4M3;
     default:
       break;
@@ -66,23 +75,38 @@ DType to_dtype(ncclEpDataType_t dtype) {
   }
 }
 
+namespace {
+
+thread_local ncclComm* comm_of_windows = nullptr;
+
+void* address_of(const ncclEpTensor_t& given, const char* name) {
+  if (given.data != nullptr || given.win_hdl == nullptr) return given.data;
+  EP_CHECK(comm_of_windows != nullptr, name, " has a window and no data: windows are of groups of NCCL communicators");
+  return window_address(comm_of_windows, given.win_hdl, given.win_offset);
+}
+
+}  // namespace
+
+WindowScope::WindowScope(ncclComm* comm) : previous_(std::exchange(comm_of_windows, comm)) {}
+WindowScope::~WindowScope() { comm_of_windows = previous_; }
+
 Tensor take_tensor(const ncclEpTensor_t* given, const char* name) {
   Tensor tensor;
   if (given == nullptr) return tensor;
   const ncclEpTensor_t full = take(given, name);
-  EP_CHECK(full.ndim >= 0 && full.ndim <= NCCL_EP_MAX_DIMS, name, " has ", full.ndim, " dimensions, at most ",
-           NCCL_EP_MAX_DIMS);
+  EP_CHECK(full.ndim <= NCCL_EPX_MAX_DIMS, name, " has ", full.ndim, " dimensions, at most ", NCCL_EPX_MAX_DIMS);
   if (full.ndim == 0) return tensor;
-  EP_CHECK(is_known(full.dtype), name, " has dtype ", full.dtype, ", which is unknown");
-  tensor.data = full.data;
-  tensor.dtype = full.dtype;
-  tensor.sizes.ndim = full.ndim;
-  std::copy_n(full.sizes, full.ndim, tensor.sizes.at.begin());
-  const bool has_strides = std::any_of(full.strides, full.strides + full.ndim, [](int64_t s) { return s != 0; });
+  const auto dtype = static_cast<DataType>(number_of(full.datatype));
+  EP_CHECK(is_known(dtype), name, " has datatype ", dtype, ", which is unknown");
+  EP_CHECK(full.sizes != nullptr, name, " has ", full.ndim, " dimensions, but no sizes");
+  tensor.data = address_of(full, name);
+  tensor.dtype = dtype;
+  tensor.sizes.ndim = static_cast<int>(full.ndim);
+  for (int i = 0; i < tensor.sizes.ndim; i++) tensor.sizes.at[i] = static_cast<int64_t>(full.sizes[i]);
   int64_t elements = 1;
-  for (int i = full.ndim - 1; i >= 0; i--) {
-    const int64_t size = full.sizes[i];
-    tensor.strides[i] = has_strides ? full.strides[i] : elements;
+  for (int i = tensor.sizes.ndim - 1; i >= 0; i--) {
+    const int64_t size = tensor.sizes.at[i];
+    tensor.strides[i] = elements;
     EP_CHECK(size >= 0 && (size == 0 || elements <= kMaxElements / size), name, " has shape ", text_of(tensor.sizes),
              ": not the sizes of a tensor in memory");
     elements *= std::max<int64_t>(size, 1);
@@ -134,10 +158,13 @@ void check_data(const Tensor& tensor, const char* name) {
            tensor.data, " is not aligned to its elements of ", element_bytes(tensor.dtype), " bytes");
 }
 
-void check_tensor(const Tensor& tensor, const char* name, ncclEpDataType_t dtype, const Sizes& sizes) {
+void check_tensor(const Tensor& tensor, const char* name, DataType dtype, const Sizes& sizes, bool is_least) {
   EP_CHECK(tensor, name, " is not given, must be ", name_of(dtype), " ", text_of(sizes));
   EP_CHECK(tensor.dtype == dtype, name, " is ", name_of(tensor.dtype), ", must be ", name_of(dtype));
-  EP_CHECK(tensor.sizes == sizes, name, " has shape ", text_of(tensor.sizes), ", must be ", text_of(sizes));
+  Sizes seen = tensor.sizes;
+  if (is_least && seen.ndim > 0 && seen.at[0] > sizes.at[0]) seen.at[0] = sizes.at[0];
+  EP_CHECK(seen == sizes, name, " has shape ", text_of(tensor.sizes), ", must be ", text_of(sizes),
+           is_least ? " or longer" : "");
   check_contiguous(tensor, name);
   check_data(tensor, name);
 }
@@ -147,17 +174,51 @@ void check_aligned(const Tensor& tensor, const char* name) {
            tensor.data, " is not aligned to 16 bytes");
 }
 
-void check_id_type(const Tensor& topk_idx) {
-  EP_CHECK(topk_idx.dtype == NCCL_EP_INT64 || topk_idx.dtype == NCCL_EP_INT32, "topk_idx is ", name_of(topk_idx.dtype),
+void check_id_type(const Tensor& topk_idx, const char* name) {
+  EP_CHECK(topk_idx.dtype == ncclInt64 || topk_idx.dtype == ncclInt32, name, " is ", name_of(topk_idx.dtype),
            ", must be int64 or int32");
 }
 
 }  // namespace ep::c
 
-extern "C" ncclEpResult_t ncclEpTensorBytes(const ncclEpTensor_t* tensor, size_t* bytes) {
-  return ep::c::guarded("ncclEpTensorBytes", [&] {
-    EP_CHECK(bytes != nullptr, "bytes is null");
-    const ep::c::Tensor taken = ep::c::take_tensor(tensor, "tensor");
-    *bytes = taken ? static_cast<size_t>(taken.sizes.count()) * ep::c::element_bytes(taken.dtype) : 0;
+using namespace ep::c;
+
+extern "C" {
+
+ncclResult_t ncclEpTensorAlloc(ncclEpTensor_t** tensor, unsigned int ndim, ncclDataType_t datatype, const size_t* sizes,
+                               const ncclEpTensorAllocConfig_t* config) {
+  return guarded("ncclEpTensorAlloc", [&] {
+    take_or_default(config, "config");
+    EP_CHECK(tensor != nullptr, "tensor is null");
+    EP_CHECK(ndim >= 1 && ndim <= NCCL_EPX_MAX_DIMS, "ndim is ", ndim, ", must be 1 to ", NCCL_EPX_MAX_DIMS);
+    EP_CHECK(sizes != nullptr, "sizes is null");
+    auto made = std::make_unique<AllocatedTensor>();
+    std::copy_n(sizes, ndim, made->sizes);
+    made->tensor = filled<ncclEpTensor_t>();
+    made->tensor.magic = kAllocatedMagic;
+    made->tensor.ndim = ndim;
+    std::memcpy(&made->tensor.datatype, &datatype, sizeof datatype);
+    made->tensor.sizes = made->sizes;
+    *tensor = &made.release()->tensor;
   });
 }
+
+ncclResult_t ncclEpTensorDestroy(ncclEpTensor_t* tensor) {
+  return guarded("ncclEpTensorDestroy", [&] {
+    if (tensor == nullptr) return;
+    take(tensor, "tensor");
+    EP_CHECK(tensor->magic == kAllocatedMagic, "tensor is not of ncclEpTensorAlloc");
+    tensor->magic = 0;
+    delete reinterpret_cast<AllocatedTensor*>(tensor);
+  });
+}
+
+ncclResult_t ncclEpxTensorBytes(const ncclEpTensor_t* tensor, size_t* bytes) {
+  return guarded("ncclEpxTensorBytes", [&] {
+    EP_CHECK(bytes != nullptr, "bytes is null");
+    const Tensor taken = take_tensor(tensor, "tensor");
+    *bytes = taken ? static_cast<size_t>(taken.sizes.count()) * element_bytes(taken.dtype) : 0;
+  });
+}
+
+}  // extern "C"

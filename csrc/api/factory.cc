@@ -2,9 +2,11 @@
 
 #include "base/check.h"
 #include "cpu/backend.h"
+#include "cpu/common/layout_info.h"
 #include "cpu/common/token_layout.h"
 #if defined(EP_WITH_CUDA) || defined(EP_EMULATED_GPU)
 #include "cuda/host/backend.h"
+#include "cuda/ht/layout_info.h"
 #include "cuda/ht/token_layout.h"
 #include "cuda/testing/stamps.h"
 #endif
@@ -65,6 +67,35 @@ std::unique_ptr<Bootstrap> bootstrap_of([[maybe_unused]] ncclComm* comm, [[maybe
   return bootstrap_over(comm, device, seconds);
 #else
   raise(ErrorKind::kSystem, "groups of an NCCL communicator need a build with CUDA");
+#endif
+}
+
+int device_of([[maybe_unused]] ncclComm* comm) {
+#if defined(EP_WITH_CUDA)
+  return device_of_comm(comm);
+#else
+  raise(ErrorKind::kSystem, "NCCL communicators need a build with CUDA");
+#endif
+}
+
+void* window_address([[maybe_unused]] ncclComm* comm, [[maybe_unused]] ncclWindow_vidmem* window,
+                     [[maybe_unused]] uint64_t offset) {
+#if defined(EP_WITH_CUDA)
+  return address_in_window(comm, window, offset);
+#else
+  raise(ErrorKind::kSystem, "windows of NCCL need a build with CUDA");
+#endif
+}
+
+void write_layout_info(const LayoutInfoParams& params, [[maybe_unused]] bool on_gpu, [[maybe_unused]] void* stream) {
+#if defined(EP_EMULATED_GPU)
+  launch_layout_info(params, stream);
+#elif defined(EP_WITH_CUDA)
+  if (on_gpu) return launch_layout_info(params, stream);
+  cpu_layout_info(params);
+#else
+  if (on_gpu) refuse_cuda();
+  cpu_layout_info(params);
 #endif
 }
 

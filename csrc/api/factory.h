@@ -5,7 +5,10 @@
 #include <string_view>
 #include <vector>
 
+#include "runtime/common/layout_info.h"
 #include "runtime/group.h"
+
+struct ncclWindow_vidmem;
 
 namespace ep {
 
@@ -30,8 +33,14 @@ NcclInfo nccl_info();
 // The ranks of a caller's NCCL communicator, which must be of GPU `device`. Throws kSystem in a build without CUDA.
 std::unique_ptr<Bootstrap> bootstrap_of(ncclComm* comm, int device, double seconds);
 
+// The GPU of a caller's NCCL communicator.
+int device_of(ncclComm* comm);
+// Where a window of the communicator lies on this rank.
+void* window_address(ncclComm* comm, ncclWindow_vidmem* window, uint64_t offset);
+
 // Of a rank by itself, without a group. `on_gpu`: the pointers are the current GPU's, and `stream` is its cudaStream_t.
 void token_layout(const TokenLayoutParams& params, bool on_gpu, void* stream);
+void write_layout_info(const LayoutInfoParams& params, bool on_gpu, void* stream);
 
 // `config.device_index` < 0: the CPU backend, else CUDA's.
 std::unique_ptr<Group> make_group(Bootstrap& bootstrap, const GroupConfig& config);

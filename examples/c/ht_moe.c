@@ -47,71 +47,77 @@ static float dot(const float* a, const float* b) {
 
 /* In memory where the other ranks store rows and read them, so that nobody copies them again. */
 static void allocate_shared(ncclEpGroup_t group, ncclEpTensor_t* tensor) {
-  CHECK(ncclEpMemAlloc(group, &tensor->data, bytes_of(tensor)));
+  CHECK(ncclEpxMemAlloc(group, &tensor->data, bytes_of(tensor)));
 }
 
 /* ---- The layer ---- */
 
 typedef struct {
   ncclEpHandle_t handle;
-  ncclEpTensor_t topk_idx, info;
-  ncclEpTensor_t rows, origin, row_weights, row_expert; /* what came */
+  ncclEpTensor_t *topk_idx, *info;
+  ncclEpTensor_t *rows, *origin, *row_weights, *row_expert; /* what came */
 } Layer;
 
+/* A tensor whose sizes the library fills in. */
+static ncclEpTensor_t* unknown(void) { return describe(ncclFloat32, 1, 0, 0, 0); }
+
 /* Returns y. */
-static ncclEpTensor_t forward(ncclEpGroup_t group, const Rank* me, const Tokens* tokens, Layer* layer) {
-  const int T = tokens->num_tokens;
-  const ncclEpTensor_t none = NCCL_EP_TENSOR_INIT;
-  ncclEpTensor_t x = matrix(me, NCCL_EP_FLOAT32, T, HIDDEN, tokens->x);
-  ncclEpTensor_t origin = matrix(me, NCCL_EP_INT32, T, 4, tokens->origin);
-  ncclEpTensor_t topk_weights = matrix(me, NCCL_EP_FLOAT32, T, TOPK, tokens->weights);
-  ncclEpTensor_t y = matrix(me, NCCL_EP_FLOAT32, T, HIDDEN, NULL);
-  layer->topk_idx = matrix(me, NCCL_EP_INT64, T, TOPK, tokens->topk_idx);
-  layer->info = none;
-  layer->info.ndim = 1;
-  layer->info.dtype = NCCL_EP_INT32;
-  layer->info.sizes[0] = NCCL_EP_INFO_SIZE_PACKED(me->num_local_experts);
-  layer->info.data = allocate(me, bytes_of(&layer->info));
+static ncclEpTensor_t* forward(ncclEpGroup_t group, const Rank* me, const Tokens* tokens, Layer* layer) {
+  const size_t T = (size_t)tokens->num_tokens;
+  ncclEpTensor_t* x = matrix(me, ncclFloat32, T, HIDDEN, tokens->x);
+  ncclEpTensor_t* origin = matrix(me, ncclInt32, T, 4, tokens->origin);
+  ncclEpTensor_t* topk_weights = matrix(me, ncclFloat32, T, TOPK, tokens->weights);
+  ncclEpTensor_t* y = matrix(me, ncclFloat32, T, HIDDEN, NULL);
+  layer->topk_idx = matrix(me, ncclInt64, T, TOPK, tokens->topk_idx);
+  layer->info = describe(ncclInt32, 1, (size_t)NCCL_EPX_INFO_SIZE_PACKED(me->num_local_experts), 0, 0);
+  layer->info->data = allocate(me, bytes_of(layer->info));
 
-  ncclEpHandleConfig_t config = NCCL_EP_HANDLE_CONFIG_INIT;
-  config.layout = NCCL_EP_LAYOUT_PACKED;
-  config.capacity = NCCL_EP_CAPACITY_EXACT;
-  CHECK(ncclEpCreateHandle(&layer->handle, group, &config, &layer->topk_idx, NULL));
-  CHECK(ncclEpRouteHandle(layer->handle, &layer->info, NULL)); /* now the number of rows is known */
+  ncclEpxHandleOptions_t options = NCCL_EPX_HANDLE_OPTIONS_INIT;
+  options.layout = NCCL_EPX_LAYOUT_PACKED;
+  options.capacity = NCCL_EPX_CAPACITY_EXACT;
+  CHECK(ncclEpxInitHandle(&layer->handle, group, NCCL_EP_LAYOUT_UNSET, NULL, TOPK, NULL, &options));
+  CHECK(ncclEpUpdateHandle(layer->handle, layer->topk_idx, NULL, NULL));
+  CHECK(ncclEpxRouteHandle(layer->handle, layer->info, NULL)); /* now the number of rows is known */
 
-  layer->rows = layer->origin = layer->row_weights = layer->row_expert = none;
+  layer->rows = unknown();
+  layer->origin = unknown();
+  layer->row_weights = unknown();
+  layer->row_expert = unknown();
   ncclEpDispatchInputs_t inputs = NCCL_EP_DISPATCH_INPUTS_INIT;
   ncclEpDispatchOutputs_t outputs = NCCL_EP_DISPATCH_OUTPUTS_INIT;
-  inputs.tokens = &x;
-  inputs.topk_weights = &topk_weights;
-  inputs.extra[0] = &origin; /* a second tensor, which goes where the rows go */
-  outputs.tokens = &layer->rows;
-  outputs.topk_weights = &layer->row_weights;
-  outputs.row_expert = &layer->row_expert;
-  outputs.extra[0] = &layer->origin;
-  CHECK(ncclEpDispatchShapes(layer->handle, &inputs, NULL, &outputs));
-  allocate_shared(group, &layer->rows);
-  allocate_shared(group, &layer->row_weights);
-  allocate_shared(group, &layer->row_expert);
-  allocate_shared(group, &layer->origin);
-  CHECK(ncclEpDispatch(layer->handle, &inputs, &outputs, NULL, NULL));
+  ncclEpxDispatchExtra_t extra = NCCL_EPX_DISPATCH_EXTRA_INIT;
+  inputs.tokens = x;
+  inputs.topk_weights = topk_weights;
+  outputs.tokens = layer->rows;
+  outputs.topk_weights = layer->row_weights;
+  extra.extra[0] = origin; /* a second tensor, which goes where the rows go */
+  extra.extra_outputs[0] = layer->origin;
+  extra.row_expert = layer->row_expert;
+  CHECK(ncclEpxDispatchShapes(layer->handle, &inputs, &outputs, NULL, &extra));
+  allocate_shared(group, layer->rows);
+  allocate_shared(group, layer->row_weights);
+  allocate_shared(group, layer->row_expert);
+  allocate_shared(group, layer->origin);
+  CHECK(ncclEpxDispatch(layer->handle, &inputs, &outputs, NULL, NULL, &extra, NULL));
 
-  float(*rows)[HIDDEN] = fetch(me, &layer->rows);
-  int32_t* expert = fetch(me, &layer->row_expert);
-  for (int64_t i = 0; i < layer->rows.sizes[0]; i++) {
+  float(*rows)[HIDDEN] = fetch(me, layer->rows);
+  int32_t* expert = fetch(me, layer->row_expert);
+  for (size_t i = 0; i < layer->rows->sizes[0]; i++) {
     for (int h = 0; h < HIDDEN; h++) rows[i][h] *= (float)(me->rank * me->num_local_experts + expert[i] + 1);
   }
-  store(me, &layer->rows, rows);
+  store(me, layer->rows, rows);
   free(expert);
 
   ncclEpCombineInputs_t back = NCCL_EP_COMBINE_INPUTS_INIT;
   ncclEpCombineOutputs_t home = NCCL_EP_COMBINE_OUTPUTS_INIT;
-  back.tokens = &layer->rows;
-  home.tokens = &y;
-  CHECK(ncclEpCombine(layer->handle, &back, &home, NULL, NULL));
-  release(me, x.data); /* the dispatch is done with them: fetch has waited for it */
-  release(me, origin.data);
-  release(me, topk_weights.data);
+  ncclEpxCombineExtra_t weighted = NCCL_EPX_COMBINE_EXTRA_INIT;
+  back.tokens = layer->rows;
+  home.tokens = y;
+  weighted.weights = NCCL_EPX_WEIGHTS_DISPATCH;
+  CHECK(ncclEpxCombine(layer->handle, &back, &home, NULL, &weighted, NULL));
+  drop(me, x); /* the dispatch is done with them: fetch has waited for it */
+  drop(me, origin);
+  drop(me, topk_weights);
   return y;
 }
 
@@ -120,10 +126,10 @@ static ncclEpTensor_t forward(ncclEpGroup_t group, const Rank* me, const Tokens*
 static void experts_backward(const Rank* me, const Layer* layer, const ncclEpTensor_t* grad_rows,
                              const ncclEpTensor_t* values) {
   float(*rows)[HIDDEN] = fetch(me, grad_rows);
-  float(*out)[HIDDEN] = fetch(me, &layer->rows);
-  float* scalars = fetch(me, &layer->row_weights); /* the weights, and then the values */
-  int32_t* expert = fetch(me, &layer->row_expert);
-  for (int64_t i = 0; i < grad_rows->sizes[0]; i++) {
+  float(*out)[HIDDEN] = fetch(me, layer->rows);
+  float* scalars = fetch(me, layer->row_weights); /* the weights, and then the values */
+  int32_t* expert = fetch(me, layer->row_expert);
+  for (size_t i = 0; i < grad_rows->sizes[0]; i++) {
     const float factor = scalars[i] * (float)(me->rank * me->num_local_experts + expert[i] + 1);
     scalars[i] = dot(out[i], rows[i]);
     for (int h = 0; h < HIDDEN; h++) rows[i][h] *= factor;
@@ -135,47 +141,49 @@ static void experts_backward(const Rank* me, const Layer* layer, const ncclEpTen
 }
 
 static void backward(ncclEpGroup_t group, const Rank* me, const Tokens* tokens, const Layer* layer,
-                     ncclEpTensor_t* grad_x, ncclEpTensor_t* grad_w) {
-  const int T = tokens->num_tokens;
-  ncclEpTensor_t grad_y = matrix(me, NCCL_EP_FLOAT32, T, HIDDEN, tokens->grad_y);
-  ncclEpTensor_t grad_rows = NCCL_EP_TENSOR_INIT, values = layer->row_weights;
-  *grad_x = matrix(me, NCCL_EP_FLOAT32, T, HIDDEN, NULL);
-  *grad_w = matrix(me, NCCL_EP_FLOAT32, T, TOPK, NULL);
+                     ncclEpTensor_t** grad_x, ncclEpTensor_t** grad_w) {
+  const size_t T = (size_t)tokens->num_tokens;
+  ncclEpTensor_t* grad_y = matrix(me, ncclFloat32, T, HIDDEN, tokens->grad_y);
+  ncclEpTensor_t *grad_rows = unknown(), *values = describe(ncclFloat32, 1, layer->row_weights->sizes[0], 0, 0);
+  *grad_x = matrix(me, ncclFloat32, T, HIDDEN, NULL);
+  *grad_w = matrix(me, ncclFloat32, T, TOPK, NULL);
 
   ncclEpDispatchInputs_t inputs = NCCL_EP_DISPATCH_INPUTS_INIT;
   ncclEpDispatchOutputs_t outputs = NCCL_EP_DISPATCH_OUTPUTS_INIT;
-  ncclEpDispatchConfig_t cached = NCCL_EP_DISPATCH_CONFIG_INIT;
-  inputs.tokens = &grad_y;
-  outputs.tokens = &grad_rows;
+  ncclEpxDispatchExtra_t cached = NCCL_EPX_DISPATCH_EXTRA_INIT;
+  inputs.tokens = grad_y;
+  outputs.tokens = grad_rows;
   cached.cached = 1; /* to the rows of the forward pass */
-  CHECK(ncclEpDispatchShapes(layer->handle, &inputs, &cached, &outputs));
-  allocate_shared(group, &grad_rows);
-  allocate_shared(group, &values);
-  CHECK(ncclEpDispatch(layer->handle, &inputs, &outputs, &cached, NULL));
-  experts_backward(me, layer, &grad_rows, &values);
+  CHECK(ncclEpxDispatchShapes(layer->handle, &inputs, &outputs, NULL, &cached));
+  allocate_shared(group, grad_rows);
+  allocate_shared(group, values);
+  CHECK(ncclEpxDispatch(layer->handle, &inputs, &outputs, NULL, NULL, &cached, NULL));
+  experts_backward(me, layer, grad_rows, values);
 
   ncclEpCombineInputs_t back = NCCL_EP_COMBINE_INPUTS_INIT;
   ncclEpCombineOutputs_t home = NCCL_EP_COMBINE_OUTPUTS_INIT;
   ncclEpCombineConfig_t config = NCCL_EP_COMBINE_CONFIG_INIT;
-  back.tokens = &grad_rows;
-  back.values = &values;
-  home.tokens = grad_x;
-  home.values = grad_w;
-  config.weights = NCCL_EP_WEIGHTS_NONE; /* they are in the rows */
+  back.tokens = grad_rows; /* the weights are in the rows */
+  back.topk_weights = values;
+  home.tokens = *grad_x;
+  home.topk_weights = *grad_w;
+  config.pass_direction = NCCL_EP_BWD_PASS; /* numbers beside the rows */
   CHECK(ncclEpCombine(layer->handle, &back, &home, &config, NULL));
-  CHECK(ncclEpMemFree(group, grad_rows.data)); /* what uses this memory next is on the same stream */
-  CHECK(ncclEpMemFree(group, values.data));
-  release(me, grad_y.data);
+  CHECK(ncclEpxMemFree(group, grad_rows->data)); /* what uses this memory next is on the same stream */
+  CHECK(ncclEpxMemFree(group, values->data));
+  CHECK(ncclEpTensorDestroy(grad_rows));
+  CHECK(ncclEpTensorDestroy(values));
+  drop(me, grad_y);
 }
 
 /* ---- What must come out ---- */
 
 /* Of rows that came: each from a token with that expert, expert after expert, by rank and token inside one. */
 static int count_wrong_origins(const Rank* me, const Layer* layer) {
-  int32_t(*origin)[4] = fetch(me, &layer->origin);
-  int32_t* expert = fetch(me, &layer->row_expert);
-  int32_t* info = fetch(me, &layer->info);
-  const int32_t* offsets = info + NCCL_EP_INFO_OFFSETS(me->num_local_experts);
+  int32_t(*origin)[4] = fetch(me, layer->origin);
+  int32_t* expert = fetch(me, layer->row_expert);
+  int32_t* info = fetch(me, layer->info);
+  const int32_t* offsets = info + NCCL_EPX_INFO_OFFSETS(me->num_local_experts);
   int num_wrong = 0;
   for (int e = 0; e < me->num_local_experts; e++) {
     const int id = me->rank * me->num_local_experts + e;
@@ -214,50 +222,52 @@ static int count_wrong(const Tokens* tokens, float y[][HIDDEN], float grad_x[][H
 /* ---- A rank ---- */
 
 /* Ends the use of a tensor: its values, on the host, to be freed. */
-static void* take_home(const Rank* me, const ncclEpTensor_t* tensor) {
+static void* take_home(const Rank* me, ncclEpTensor_t* tensor) {
   void* values = fetch(me, tensor);
-  release(me, tensor->data);
+  drop(me, tensor);
   return values;
 }
 
 static int run_step(ncclEpGroup_t group, const Rank* me) {
   Tokens tokens;
   Layer layer;
-  ncclEpTensor_t y, grad_x, grad_w;
+  ncclEpTensor_t *grad_x, *grad_w;
   make_tokens(me->rank, &tokens);
-  y = forward(group, me, &tokens, &layer);
+  ncclEpTensor_t* y = forward(group, me, &tokens, &layer);
   int num_wrong = count_wrong_origins(me, &layer);
   backward(group, me, &tokens, &layer, &grad_x, &grad_w);
 
-  float(*y_home)[HIDDEN] = take_home(me, &y);
-  float(*x_home)[HIDDEN] = take_home(me, &grad_x);
-  float(*w_home)[TOPK] = take_home(me, &grad_w);
-  CHECK(ncclEpCheck(group)); /* it does not wait for the stream, taking them home has */
+  float(*y_home)[HIDDEN] = take_home(me, y);
+  float(*x_home)[HIDDEN] = take_home(me, grad_x);
+  float(*w_home)[TOPK] = take_home(me, grad_w);
+  CHECK(ncclEpxCheck(group)); /* it does not wait for the stream, taking them home has */
   num_wrong += count_wrong(&tokens, y_home, x_home, w_home);
   free(y_home);
   free(x_home);
   free(w_home);
   CHECK(ncclEpHandleDestroy(layer.handle));
-  release(me, layer.topk_idx.data);
-  release(me, layer.info.data);
-  return num_wrong; /* the group frees the arena's memory */
+  drop(me, layer.topk_idx);
+  drop(me, layer.info);
+  ncclEpTensor_t* shared[] = {layer.rows, layer.origin, layer.row_weights, layer.row_expert};
+  for (int i = 0; i < 4; i++) CHECK(ncclEpTensorDestroy(shared[i])); /* the group frees the arena's memory */
+  return num_wrong;
 }
 
 static int run_rank(Rank* me) {
   ncclEpGroupConfig_t config = NCCL_EP_GROUP_CONFIG_INIT;
-  config.device = me->device;
-  config.algorithm = NCCL_EP_ALGORITHM_HIGH_THROUGHPUT;
+  ncclEpxGroupOptions_t options = NCCL_EPX_GROUP_OPTIONS_INIT;
+  config.algorithm = NCCL_EP_ALGO_HIGH_THROUGHPUT;
   config.num_experts = NUM_EXPERTS;
-  config.max_tokens = MAX_TOKENS;
-  config.topk = TOPK;
+  config.max_dispatch_tokens_per_rank = MAX_TOKENS;
+  config.num_topk = TOPK;
   config.max_token_bytes = HIDDEN * sizeof(float) + 4 * sizeof(int32_t); /* a row of each tensor */
-  config.arena_bytes = 1 << 20;
+  options.arena_bytes = 1 << 20;
   config.timeout_ns = 30000000000u;
   ncclEpGroup_t group;
-  ncclEpGroupInfo_t info = NCCL_EP_GROUP_INFO_INIT;
-  CHECK(ncclEpCreateGroupFromCallback(&group, me->rank, me->num_ranks, allgather, me, &config));
+  ncclEpxGroupInfo_t info = NCCL_EPX_GROUP_INFO_INIT;
+  CHECK(ncclEpxCreateGroup(&group, me->comm, &config, &options));
   const int num_wrong = run_step(group, me);
-  CHECK(ncclEpGroupGetInfo(group, &info));
+  CHECK(ncclEpxGroupGetInfo(group, &info));
   printf("rank %d: %d values are wrong; %d dispatches copied rows\n", me->rank, num_wrong,
          (int)info.num_staged_dispatches);
   CHECK(ncclEpGroupDestroy(group));

@@ -1,5 +1,6 @@
 /* One step of a mixture-of-experts layer over ranks that are processes of this program, on the CPU or on GPUs (ranks.h
- * says how it is called).
+ * says how it is called, and where the communicator comes from). run_layer() uses nccl_ep.h alone, as any program of
+ * NCCL EP does.
  *
  * Every token chooses two of the experts. Expert e multiplies a row by e + 1, so that everybody can tell what a token
  * must be when it comes home: the sum over its choices of weight * (e + 1), times the token. Values are small integers
@@ -27,12 +28,12 @@ static void make_tokens(int rank, Tokens* tokens) {
 
 /* On the host, which any C compiler can do. A real program launches kernels, on the stream of the dispatch. */
 static void apply_experts(const Rank* me, const ncclEpTensor_t* rows, const int32_t* counts) {
-  const int64_t capacity = rows->sizes[1];
+  const size_t capacity = rows->sizes[1];
   float* values = fetch(me, rows);
   for (int e = 0; e < me->num_local_experts; e++) {
-    float* first = values + e * capacity * HIDDEN;
+    float* first = values + (size_t)e * capacity * HIDDEN;
     const float factor = (float)(me->rank * me->num_local_experts + e + 1);
-    for (int64_t i = 0; i < (int64_t)counts[e] * HIDDEN; i++) first[i] *= factor;
+    for (int i = 0; i < counts[e] * HIDDEN; i++) first[i] *= factor;
   }
   store(me, rows, values);
 }
@@ -51,67 +52,65 @@ static int count_wrong(const Tokens* tokens, const float* y) {
 
 /* Dispatch, experts, combine; returns how many values are wrong. Streams are null: the default one. */
 static int run_layer(ncclEpGroup_t group, const Rank* me) {
+  const size_t num_local = (size_t)me->num_local_experts;
   Tokens tokens;
   make_tokens(me->rank, &tokens);
-  ncclEpTensor_t x = matrix(me, NCCL_EP_FLOAT32, TOKENS, HIDDEN, tokens.x);
-  ncclEpTensor_t topk_idx = matrix(me, NCCL_EP_INT64, TOKENS, TOPK, tokens.topk_idx);
-  ncclEpTensor_t topk_weights = matrix(me, NCCL_EP_FLOAT32, TOKENS, TOPK, tokens.weights);
-  ncclEpTensor_t result = matrix(me, NCCL_EP_FLOAT32, TOKENS, HIDDEN, NULL);
+  ncclEpTensor_t* x = matrix(me, ncclFloat32, TOKENS, HIDDEN, tokens.x);
+  ncclEpTensor_t* topk_idx = matrix(me, ncclInt64, TOKENS, TOPK, tokens.topk_idx);
+  ncclEpTensor_t* topk_weights = matrix(me, ncclFloat32, TOKENS, TOPK, tokens.weights);
+  ncclEpTensor_t* result = matrix(me, ncclFloat32, TOKENS, HIDDEN, NULL);
+  ncclEpTensor_t* rows = describe(ncclFloat32, 3, num_local, (size_t)me->num_ranks * TOKENS, HIDDEN);
+  ncclEpTensor_t* counters = describe(ncclInt32, 1, num_local, 0, 0);
+  rows->data = allocate(me, bytes_of(rows));
+  counters->data = allocate(me, bytes_of(counters));
 
-  ncclEpHandleConfig_t handle_config = NCCL_EP_HANDLE_CONFIG_INIT;
-  handle_config.layout = NCCL_EP_LAYOUT_EXPERT_MAJOR;
   ncclEpHandle_t handle;
-  CHECK(ncclEpCreateHandle(&handle, group, &handle_config, &topk_idx, NULL));
-
-  ncclEpTensor_t rows = NCCL_EP_TENSOR_INIT, row_weights = NCCL_EP_TENSOR_INIT, info = NCCL_EP_TENSOR_INIT;
+  CHECK(ncclEpCreateHandle(&handle, group, NCCL_EP_LAYOUT_EXPERT_MAJOR, topk_idx, NULL, NULL, NULL));
   ncclEpDispatchInputs_t inputs = NCCL_EP_DISPATCH_INPUTS_INIT;
   ncclEpDispatchOutputs_t outputs = NCCL_EP_DISPATCH_OUTPUTS_INIT;
-  inputs.tokens = &x;
-  inputs.topk_weights = &topk_weights;
-  outputs.tokens = &rows;
-  outputs.topk_weights = &row_weights;
-  outputs.info = &info;
-  CHECK(ncclEpDispatchShapes(handle, &inputs, NULL, &outputs));
-  rows.data = allocate(me, bytes_of(&rows));
-  row_weights.data = allocate(me, bytes_of(&row_weights));
-  info.data = allocate(me, bytes_of(&info));
-
-  CHECK(ncclEpDispatch(handle, &inputs, &outputs, NULL, NULL));
-  int32_t* counts = fetch(me, &info); /* NCCL_EP_INFO_COUNTS is where it begins */
+  ncclEpLayoutInfo_t info = NCCL_EP_LAYOUT_INFO_INIT;
+  inputs.tokens = x;
+  outputs.tokens = rows;
+  info.expert_counters = counters;
+  CHECK(ncclEpDispatch(handle, &inputs, &outputs, &info, NULL, NULL));
+  int32_t* counts = fetch(me, counters);
+  int received = 0;
+  for (int e = 0; e < me->num_local_experts; e++) received += counts[e];
   printf("rank %d: sent %d tokens; its %d experts received %d rows\n", me->rank, TOKENS, me->num_local_experts,
-         counts[NCCL_EP_INFO_TOTAL(me->num_local_experts)]);
-  apply_experts(me, &rows, counts);
+         received);
+  apply_experts(me, rows, counts);
   free(counts);
 
   ncclEpCombineInputs_t back = NCCL_EP_COMBINE_INPUTS_INIT;
   ncclEpCombineOutputs_t home = NCCL_EP_COMBINE_OUTPUTS_INIT;
   ncclEpCombineConfig_t combine_config = NCCL_EP_COMBINE_CONFIG_INIT;
-  back.tokens = &rows;
-  home.tokens = &result;
-  combine_config.send_only = 1; /* send and receive; work of the caller's would go between them */
+  back.tokens = rows;
+  home.tokens = result;
+  home.topk_weights = topk_weights; /* read: low latency weights at home */
+  combine_config.send_only = 1;     /* send and receive; work of the caller's would go between them */
   CHECK(ncclEpCombine(handle, &back, &home, &combine_config, NULL));
   CHECK(ncclEpComplete(handle, NULL, NULL));
-  float* y = fetch(me, &result); /* waits for the stream, which ncclEpCheck does not */
-  CHECK(ncclEpCheck(group));
+  float* y = fetch(me, result); /* waits for the stream, which ncclEpxCheck does not */
+  CHECK(ncclEpxCheck(group));
   const int num_wrong = count_wrong(&tokens, y);
 
   CHECK(ncclEpHandleDestroy(handle));
   free(y);
-  const ncclEpTensor_t* tensors[] = {&x, &topk_idx, &topk_weights, &result, &rows, &row_weights, &info};
-  for (size_t i = 0; i < sizeof tensors / sizeof tensors[0]; i++) release(me, tensors[i]->data);
+  ncclEpTensor_t* tensors[] = {x, topk_idx, topk_weights, result, rows, counters};
+  for (size_t i = 0; i < sizeof tensors / sizeof tensors[0]; i++) drop(me, tensors[i]);
   return num_wrong;
 }
 
 static int run_rank(Rank* me) {
   ncclEpGroupConfig_t config = NCCL_EP_GROUP_CONFIG_INIT;
-  config.device = me->device;
+  config.algorithm = NCCL_EP_ALGO_LOW_LATENCY;
   config.num_experts = NUM_EXPERTS;
-  config.max_tokens = TOKENS;
-  config.topk = TOPK;
+  config.max_dispatch_tokens_per_rank = TOKENS;
+  config.num_topk = TOPK;
   config.max_token_bytes = HIDDEN * sizeof(float);
   config.timeout_ns = 30000000000u;
   ncclEpGroup_t group;
-  CHECK(ncclEpCreateGroupFromCallback(&group, me->rank, me->num_ranks, allgather, me, &config));
+  CHECK(ncclEpCreateGroup(&group, me->comm, &config));
   const int num_wrong = run_layer(group, me);
   printf("rank %d: %d of %d values that came home are wrong\n", me->rank, num_wrong, TOKENS * HIDDEN);
   CHECK(ncclEpGroupDestroy(group));
@@ -121,7 +120,7 @@ static int run_rank(Rank* me) {
 int main(int argc, char** argv) {
   const World world = parse_world(argc, argv);
   int version;
-  CHECK(ncclEpGetVersion(&version));
+  CHECK(ncclEpxGetVersion(&version));
   printf("nccl_ep %d.%d.%d: a world of %d on %s, %d experts, top-%d, rows of %d floats\n", version / 10000,
          version / 100 % 100, version % 100, world.num_ranks, world.on_gpus ? "GPUs" : "the CPU", NUM_EXPERTS, TOPK,
          HIDDEN);

@@ -9,7 +9,7 @@
 
 #define _DEFAULT_SOURCE /* for MAP_ANONYMOUS */
 #include <errno.h>
-#include <nccl_ep.h>
+#include <nccl_epx.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -24,12 +24,12 @@
 
 enum { NUM_EXPERTS = 8, MAX_RANKS = 8 };
 
-#define CHECK(call)                                  \
-  do {                                               \
-    if ((call) != NCCL_EP_SUCCESS) {                 \
-      fprintf(stderr, "%s\n", ncclEpGetLastError()); \
-      exit(1);                                       \
-    }                                                \
+#define CHECK(call)                                   \
+  do {                                                \
+    if ((call) != ncclSuccess) {                      \
+      fprintf(stderr, "%s\n", ncclEpxGetLastError()); \
+      exit(1);                                        \
+    }                                                 \
   } while (0)
 
 #define CHECK_CUDA(call)                                              \
@@ -55,7 +55,8 @@ typedef struct {
 typedef struct {
   Meeting* meeting;
   int rank, num_ranks, num_local_experts;
-  int device; /* that its tensors are on: a GPU's number, or NCCL_EP_DEVICE_CPU */
+  int device; /* that its tensors are on: a GPU's number, or NCCL_EPX_DEVICE_CPU */
+  ncclComm_t comm;
 } Rank;
 
 static Meeting* make_meeting(void) {
@@ -75,12 +76,12 @@ static Meeting* make_meeting(void) {
   return meeting;
 }
 
-static ncclEpResult_t allgather(void* context, const void* mine, void* all, size_t bytes, uint64_t timeout_ns) {
+static int32_t allgather(void* context, const void* mine, void* all, size_t bytes, uint64_t timeout_ns) {
   const Rank* me = context;
   Meeting* meeting = me->meeting;
   struct timespec deadline;
-  ncclEpResult_t result = NCCL_EP_SUCCESS;
-  if (bytes > sizeof meeting->mine[0]) return NCCL_EP_SYSTEM_ERROR;
+  int32_t result = 0;
+  if (bytes > sizeof meeting->mine[0]) return NCCL_EPX_SYSTEM_ERROR;
   clock_gettime(CLOCK_REALTIME, &deadline);
   deadline.tv_sec += (time_t)(timeout_ns / 1000000000u) + 1;
 
@@ -93,11 +94,11 @@ static ncclEpResult_t allgather(void* context, const void* mine, void* all, size
     meeting->round++;
     pthread_cond_broadcast(&meeting->all_came);
   }
-  while (meeting->round == round && result == NCCL_EP_SUCCESS) {
-    if (pthread_cond_timedwait(&meeting->all_came, &meeting->mutex, &deadline) == ETIMEDOUT) result = NCCL_EP_TIMEOUT;
+  while (meeting->round == round && result == 0) {
+    if (pthread_cond_timedwait(&meeting->all_came, &meeting->mutex, &deadline) == ETIMEDOUT) result = NCCL_EPX_TIMEOUT;
   }
   /* Nobody overwrites `all` before this rank has come to the next round. */
-  for (int r = 0; r < me->num_ranks && result == NCCL_EP_SUCCESS; r++) {
+  for (int r = 0; r < me->num_ranks && result == 0; r++) {
     memcpy((char*)all + (size_t)r * bytes, meeting->all[r], bytes);
   }
   pthread_mutex_unlock(&meeting->mutex);
@@ -152,21 +153,29 @@ static void copy(const Rank* me, void* to, const void* from, size_t bytes) {
 
 static size_t bytes_of(const ncclEpTensor_t* tensor) {
   size_t bytes;
-  CHECK(ncclEpTensorBytes(tensor, &bytes));
+  CHECK(ncclEpxTensorBytes(tensor, &bytes));
   return bytes;
 }
 
-/* With the host's values; null: with no particular ones. */
-static ncclEpTensor_t matrix(const Rank* me, ncclEpDataType_t dtype, int64_t rows, int64_t columns,
-                             const void* values) {
-  ncclEpTensor_t tensor = NCCL_EP_TENSOR_INIT;
-  tensor.ndim = 2;
-  tensor.dtype = dtype;
-  tensor.sizes[0] = rows;
-  tensor.sizes[1] = columns;
-  tensor.data = allocate(me, bytes_of(&tensor));
-  if (values != NULL) copy(me, tensor.data, values, bytes_of(&tensor));
+/* A tensor without memory. */
+static ncclEpTensor_t* describe(ncclDataType_t type, unsigned ndim, size_t first, size_t second, size_t third) {
+  const size_t sizes[] = {first, second, third};
+  ncclEpTensor_t* tensor;
+  CHECK(ncclEpTensorAlloc(&tensor, ndim, type, sizes, NULL));
   return tensor;
+}
+
+/* With the host's values; null: with no particular ones. */
+static ncclEpTensor_t* matrix(const Rank* me, ncclDataType_t type, size_t rows, size_t columns, const void* values) {
+  ncclEpTensor_t* tensor = describe(type, 2, rows, columns, 0);
+  tensor->data = allocate(me, bytes_of(tensor));
+  if (values != NULL) copy(me, tensor->data, values, bytes_of(tensor));
+  return tensor;
+}
+
+static void drop(const Rank* me, ncclEpTensor_t* tensor) {
+  release(me, tensor->data);
+  CHECK(ncclEpTensorDestroy(tensor));
 }
 
 /* A copy on the host, to be freed. */
@@ -239,9 +248,13 @@ static int run_ranks(World world, int (*run_rank)(Rank* me)) {
       exit(1);
     }
     if (pids[r] > 0) continue;
-    Rank me = {meeting, r, world.num_ranks, NUM_EXPERTS / world.num_ranks, world.on_gpus ? r : NCCL_EP_DEVICE_CPU};
+    Rank me = {meeting, r, world.num_ranks, NUM_EXPERTS / world.num_ranks, world.on_gpus ? r : NCCL_EPX_DEVICE_CPU,
+               NULL};
     use_device(&me);
-    exit(run_rank(&me) != 0);
+    CHECK(ncclEpxCommFromCallback(&me.comm, me.rank, me.num_ranks, me.device, allgather, &me));
+    const int num_wrong = run_rank(&me);
+    CHECK(ncclEpxCommDestroy(me.comm));
+    exit(num_wrong != 0);
   }
   for (int r = 0; r < world.num_ranks; r++) {
     int status;

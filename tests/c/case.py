@@ -27,7 +27,7 @@ SECOND = 10**9
 QUANTS = {None: 0, "fp8": 1, "fp8_rounded": 2, "fp8_ue8m0": 3}
 DTYPES = {torch.int8: 0, torch.uint8: 1, torch.int32: 2, torch.int64: 4, torch.float16: 6, torch.float32: 7,
           torch.bfloat16: 9, torch.float8_e4m3fn: 10}  # fmt: skip
-WIRES = {None: -1, "fp8": 10, "logfmt": 100} | DTYPES
+WIRES = {None: 0, torch.float32: 1, "fp8": 2, "logfmt": 3}  # a 16-bit type is that of the output
 BYTES = FP4 + EXPONENTS  # what the library has no name for: bytes of it
 OUTPUTS = ("tokens", "scales", "topk_weights", "topk_idx", "row_expert", "info")
 EXTRA = tuple(f"extra[{i}]" for i in range(3))
@@ -53,11 +53,10 @@ def tensor(given: torch.Tensor | None) -> Any:
     if given is None:
         return None
     dtype = DTYPES[torch.uint8 if given.dtype in BYTES else given.dtype]
-    described = c_api.Tensor(ndim=given.dim(), dtype=dtype, data=given.data_ptr() or None)
-    described.sizes[: given.dim()] = given.shape
-    if not given.is_contiguous():
-        described.strides[: given.dim()] = given.stride()
-    return c.pointer(described)
+    described = c_api.Tensor(given.dim(), dtype, given.data_ptr() or None, given.shape)
+    if given.dim() == 2 and not given.is_contiguous():
+        described.strides = given.stride()
+    return described
 
 
 def as_given(made: dict[str, Any], **given: torch.Tensor | None) -> dict[str, Any]:
@@ -76,7 +75,7 @@ def allgather_of(group: ThreadGroup) -> Any:
         except nccl_ep.TimeoutError:
             return c_api.TIMEOUT
         c.memmove(everything, texts, len(texts))
-        return c_api.SUCCESS
+        return c_api.NO_ERROR
 
     return c_api.Allgather(gather)
 
@@ -138,16 +137,13 @@ class CaseRun:
         """Into outputs of the shapes that the library says, by name; None for those that there are not."""
         described = {name: c_api.Tensor() for name in OUTPUTS}
         more = [c_api.Tensor() for _ in EXTRA]
-        outputs = c_api.DispatchOutputs(
-            **{name: c.pointer(described[name]) for name in OUTPUTS},
-            extra=c_api.Extra(*[c.pointer(each) for each in more]),
-        )
+        outputs = c_api.DispatchOutputs(**{name: described[name] for name in OUTPUTS}, extra=more)
         described |= dict(zip(EXTRA, more, strict=True))
         self.library.DispatchShapes(handle, inputs, config, outputs)
         made: dict[str, Any] = dict.fromkeys(described)
         for name, shape in described.items():
             if shape.ndim > 0:
-                sizes, dtype = list(shape.sizes[: shape.ndim]), TORCH_DTYPES[shape.dtype]
+                sizes, dtype = shape.shape(), TORCH_DTYPES[shape.dtype]
                 size = c.c_size_t()
                 self.library.TensorBytes(shape, size)
                 made[name] = self.new(sizes, dtype)
@@ -212,7 +208,7 @@ class CaseRun:
         named = {"dispatch": c_api.WEIGHTS_DISPATCH, "none": c_api.WEIGHTS_NONE}
         config = c_api.CombineConfig(
             send_only=self.staged, weights=named.get(case.combine_weights, c_api.WEIGHTS_HOME),
-            wire_dtype=WIRES[case.wire_dtype], num_sms=self.num_sms, scale=case.scale,
+            wire_dtype=WIRES.get(case.wire_dtype, 0), num_sms=self.num_sms, scale=case.scale,
         )  # fmt: skip
         outputs = c_api.CombineOutputs(tokens=tensor(result), values=tensor(home_values))
         self.library.Combine(handle, inputs, outputs, config, self.stream())

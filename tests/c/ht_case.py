@@ -110,7 +110,7 @@ class HtCaseRun(CaseRun):
         extra = [self.move(extra_tensor(case, self.rank, i, *what)) for i, what in enumerate(self.plan.extra)]
         inputs = c_api.DispatchInputs(
             tokens=tensor(x), topk_weights=tensor(weights), scales=tensor(scales),
-            extra=c_api.Extra(*[tensor(each) for each in extra]),
+            extra=[tensor(each) for each in extra],
         )  # fmt: skip
         config = c_api.DispatchConfig(quant=QUANTS[case.quant], zero_padding=case.zero_padding, num_sms=self.num_sms)
         made = as_given(

@@ -22,7 +22,9 @@ NAMES = {
     "x": "tokens", "ids": "topk_idx", "rows": "output tokens", "weights": "output topk_weights",
     "row_expert": "output row_expert", "info": "output info", "out_scales": "output scales",
 }  # fmt: skip
-COMBINE_NAMES = {"rows": "tokens", "y": "output tokens", "scalars": "output values"}
+COMBINE_NAMES = {
+    "rows": "tokens", "y": "output tokens", "values": "values of topk_weights", "scalars": "output topk_weights",
+}  # fmt: skip
 
 
 def beside(first: torch.Tensor, second: torch.Tensor, *, overlap: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -152,7 +154,7 @@ def test_a_bias_may_be_the_output_itself(library: Library, algorithm: int) -> No
     solo.combine(rows=flat["rows"], y=y, bias0=y)
     assert torch.equal(y, 1 + solo.x * (solo.ids >= 0).any(1, keepdim=True))
     first, second = beside(y, y, overlap=True)
-    text = r"output tokens of shape \[4, 16\] overlaps bias0 of shape \[4, 16\]"
+    text = r"output tokens of shape \[4, 16\] overlaps bias\[0\] of shape \[4, 16\]"
     refused(BAD, text, lambda: solo.combine(rows=flat["rows"], y=first, bias0=second))
     library.HandleDestroy(solo.handle)
     library.GroupDestroy(group)

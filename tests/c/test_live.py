@@ -14,29 +14,40 @@ from tests.c.c_api import Library
 from tests.c.case import refused
 from tests.support.patience import PATIENCE
 
+INT, SIZE, HANDLE = c.c_int(), c.c_size_t(), c.c_void_p()
+INPUTS, OUTPUTS = (
+    (c_api.RawDispatchInputs(), c_api.RawDispatchOutputs()),
+    (c_api.RawCombineInputs(), c_api.RawCombineOutputs()),
+)
 ARGUMENTS: dict[str, tuple[Any, ...]] = {  # behind the group or the handle
-    "Check": (),
-    "GroupDestroy": (),
-    "GroupSetTimeout": (0,),
-    "GroupGetInfo": (c_api.GroupInfo(),),
-    "MemAlloc": (c.c_void_p(), 64),
-    "MemFree": (None,),
-    "MaskQuery": (None, None),
-    "MaskUpdate": (0, None),
-    "MaskClean": (),
-    "HandleMemSize": (c_api.HandleConfig(layout=1), c.c_size_t()),
-    "UpdateHandle": (c_api.Tensor(),),
-    "RouteHandle": (None, None),
-    "HandleDestroy": (),
-    "HandleGetInfo": (c_api.HandleInfo(),),
-    "DispatchShapes": (c_api.DispatchInputs(), None, c_api.DispatchOutputs()),
-    "Dispatch": (c_api.DispatchInputs(), c_api.DispatchOutputs(), None, None),
-    "Combine": (c_api.CombineInputs(), c_api.CombineOutputs(), None, None),
-    "CombineWeights": (None, None, None),
-    "Complete": (None, None),
+    "EpGroupDestroy": (),
+    "EpHandleMemSize": (1, None, SIZE, 1),
+    "EpUpdateHandle": (c_api.Tensor(), None, None),
+    "EpHandleDestroy": (),
+    "EpDispatch": (*INPUTS, None, None, None),
+    "EpCombine": (*OUTPUTS, None, None),
+    "EpComplete": (None, None),
+    "EpMaskQuery": (None, None),
+    "EpMaskUpdate": (None, None),
+    "EpMaskClean": (None,),
+    "EpGetAsyncError": (INT,),
+    "EpErrorClear": (),
+    "EpxGroupSetTimeout": (0,),
+    "EpxCheck": (),
+    "EpxGroupGetInfo": (c_api.GroupInfo(),),
+    "EpxMemAlloc": (c.c_void_p(), 64),
+    "EpxMemFree": (None,),
+    "EpxHandleMemSize": (0, None, SIZE, 1, c_api.HandleOptions(layout=1)),
+    "EpxRouteHandle": (None, None),
+    "EpxHandleGetInfo": (c_api.HandleInfo(),),
+    "EpxDispatchShapes": (*INPUTS, None, None),
+    "EpxDispatch": (*INPUTS, None, None, None, None),
+    "EpxCombine": (*OUTPUTS, None, None, None),
+    "EpxCombineWeights": (None, None, None),
 }
-OF_GROUPS = ("Check", "GroupDestroy", "GroupSetTimeout", "GroupGetInfo", "MemAlloc", "MemFree", "MaskQuery",
-             "MaskUpdate", "MaskClean", "HandleMemSize")  # fmt: skip
+OF_GROUPS = ("EpGroupDestroy", "EpHandleMemSize", "EpMaskQuery", "EpMaskUpdate", "EpMaskClean", "EpGetAsyncError",
+             "EpErrorClear", "EpxGroupSetTimeout", "EpxCheck", "EpxGroupGetInfo", "EpxMemAlloc", "EpxMemFree",
+             "EpxHandleMemSize")  # fmt: skip
 
 
 def calls(library: Library, kind: str) -> list[Callable[[c.c_void_p], None]]:
@@ -47,9 +58,10 @@ def calls(library: Library, kind: str) -> list[Callable[[c.c_void_p], None]]:
         if (name in OF_GROUPS) == (kind == "group")
     ]
     if kind == "group":
-        config = c_api.HandleConfig(layout=1)
-        found.append(lambda given: library.InitHandle(c.c_void_p(), given, config, None))
-        found.append(lambda given: library.CreateHandle(c.c_void_p(), given, config, c_api.Tensor(), None))
+        options, ids = c_api.HandleOptions(layout=1), c_api.Tensor(2, 4, 0, (0, 1))
+        found.append(lambda given: library.EpInitHandle(HANDLE, given, 1, None, 1, None))
+        found.append(lambda given: library.EpxInitHandle(HANDLE, given, 0, None, 1, None, options))
+        found.append(lambda given: library.EpCreateHandle(HANDLE, given, 1, ids, None, None, None))
     return found
 
 
@@ -60,8 +72,10 @@ def make_handle(library: Library, group: c.c_void_p) -> c.c_void_p:
 
 
 def test_every_function_that_takes_an_object_is_tried() -> None:
-    without = {"GetVersion", "TensorBytes", "CreateGroupFromCallback", "CreateGroup", "InitHandle", "CreateHandle"}
-    assert set(c_api.ARGUMENTS) - without == set(ARGUMENTS)
+    without = {"EpInitHandle", "EpxInitHandle", "EpCreateHandle"}  # that calls() has
+    others = {"EpGetVersion", "EpxGetVersion", "EpTensorAlloc", "EpTensorDestroy", "EpxTensorBytes", "EpCreateGroup",
+              "EpxCreateGroup", "EpxCommFromCallback", "EpxCommDestroy"}  # fmt: skip
+    assert set(c_api.FUNCTIONS) - without - others == set(ARGUMENTS)
 
 
 def test_what_is_no_live_object_is_refused(library: Library) -> None:
@@ -70,7 +84,7 @@ def test_what_is_no_live_object_is_refused(library: Library) -> None:
     library.HandleDestroy(gone_handle)
     library.GroupDestroy(gone_group)
     zeros = c.create_string_buffer(4096)
-    never = [c.c_void_p(c.addressof(zeros)), c.c_void_p(1), c.c_void_p(2**64 - 1), c.c_void_p(group.value + 8)]
+    never = [c.c_void_p(c.addressof(zeros)), c.c_void_p(1), c.c_void_p(2**64 - 1), c.c_void_p((group.value or 0) + 8)]
     for kind, gone, other, other_kind in (
         ("group", gone_group, handle, "handle"),
         ("handle", gone_handle, group, "group"),
@@ -98,7 +112,8 @@ def test_an_address_is_the_object_that_lives_there(library: Library) -> None:
             if address in alive:
                 library.Check(c.c_void_p(address))
             else:
-                refused(c_api.INVALID_ARGUMENT, "was destroyed", library.Check, c.c_void_p(address))
+                text = "was destroyed|is a communicator"
+                refused(c_api.INVALID_ARGUMENT, text, library.Check, c.c_void_p(address))
         if turn >= 40 and came_back > 0:
             break
     assert came_back > 0, "no address came back"

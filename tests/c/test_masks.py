@@ -38,9 +38,18 @@ class MaskRun(CaseRun):
 
     def masked(self) -> list[int]:
         status = torch.full((self.case.num_ranks,), 7, dtype=torch.int32, device=self.device)
-        self.library.MaskQuery(self.group, tensor(status), None)
+        self.library.MaskQuery(self.group, status.data_ptr(), None)
         assert set(status.tolist()) <= {0, 1}, status
-        return status.cpu().nonzero().flatten().tolist()
+        return (status.cpu() == 0).nonzero().flatten().tolist()
+
+    def mask(self, *others: int) -> None:
+        self.library.MaskUpdate(self.group, self.case.num_ranks, others)
+
+    def has_error(self) -> bool:
+        found = c.c_int(7)
+        self.library.GetAsyncError(self.group, found)
+        assert found.value in (0, 1)
+        return bool(found.value)
 
     def set_timeout(self, seconds: float) -> None:
         self.library.GroupSetTimeout(self.group, int(seconds * SECOND))
@@ -73,12 +82,13 @@ def part_and_meet(library: Library, case: Parted, group: Any, device: str = "cpu
     run.round(case.whole)
     group.allgather(b"", PATIENCE)
     if run.rank in case.groups[0]:
-        for other in case.groups[1]:
-            library.MaskUpdate(run.group, other, None)
+        run.mask(*case.groups[1])
+        assert not run.has_error()
     group.allgather(b"", PATIENCE)
     for staged in (False, True):
         run.round(run.part(), staged=staged)
         assert run.masked() == run.others()
+        assert run.has_error() == (run.rank not in case.groups[0])
     library.MaskClean(run.group)
     assert run.masked() == []
     run.round(case.whole)
@@ -102,6 +112,9 @@ def come_late(
             masked = run.masked()
         if masked != [late]:
             raise Late(f"rank {run.rank} has masked {masked}")
+        assert run.has_error()
+        library.ErrorClear(run.group)
+        assert not run.has_error()
         run.part().check_dispatch(out, run.rank)
         run.set_timeout(2 * PATIENCE)
         with Clock(PATIENCE):
@@ -113,7 +126,7 @@ def come_late(
         run.round(run.part())
         assert run.masked() == run.others()
     library.MaskClean(run.group)
-    assert run.masked() == []
+    assert run.masked() == [] and run.has_error() == (run.rank == late)  # cleaning leaves the flag
     run.round(case.whole)
     library.Check(run.group)
     run.close()
@@ -139,7 +152,7 @@ def test_a_rank_that_does_not_clean(library: Library) -> None:
     def body(group: ThreadGroup) -> None:
         run = MaskRun(library, case, group)
         if run.rank != 2:
-            library.MaskUpdate(run.group, 2, None)
+            run.mask(2)
             run.round(run.part())
             run.set_timeout(0.3)
             refused(c_api.TIMEOUT, "could not gather", library.MaskClean, run.group)
@@ -172,12 +185,12 @@ def test_a_clean_that_ends_halfway(library: Library) -> None:
         config = c_api.GroupConfig(**fields, timeout_ns=50 * SECOND)
         library.CreateGroupFromCallback(made, group.rank(), 2, callback, None, config)
         is_cleaning.set()
-        refused(c_api.TIMEOUT, "could not gather .* the callback returned 3", library.MaskClean, made)
+        refused(c_api.TIMEOUT, "could not gather .* the callback returned 3, timeout", library.MaskClean, made)
         assert deadlines == [200 * SECOND] * 5
         refused(USAGE, "a rank did not come", library.MaskClean, made)
         text = "others may have cleaned theirs: destroy the group and make a new one"
         refused(USAGE, text, library.Check, made)
-        refused(USAGE, text, library.MaskUpdate, made, 1 - group.rank(), None)
+        refused(USAGE, text, library.MaskUpdate, made, 2, [1 - group.rank()])
         library.GroupDestroy(made)
 
     run_ranks(2, body)
@@ -211,7 +224,7 @@ def test_extra_tensors_whose_operations_could_leave_out_different_ranks_are_refu
         library.UpdateHandle(run.handle, tensor(given.topk_idx))
         more = [torch.ones(len(given.x), 4) * i for i in range(2)]
         for count in (1, 2):
-            inputs = c_api.DispatchInputs(tokens=tensor(given.x), extra=c_api.Extra(*map(tensor, more[:count])))
+            inputs = c_api.DispatchInputs(tokens=tensor(given.x), extra=list(map(tensor, more[:count])))
 
             def dispatch(inputs: Any = inputs) -> None:
                 run.run_dispatch(run.handle, inputs, None)
@@ -229,18 +242,27 @@ def test_extra_tensors_whose_operations_could_leave_out_different_ranks_are_refu
 def test_masks_are_refused_where_they_have_no_meaning(library: Library) -> None:
     def body(group: ThreadGroup) -> None:
         made, status, rank = make_group(library, group, enable_mask=1), torch.zeros(2, dtype=torch.int32), group.rank()
-        refused(BAD, f"rank {rank} to mask is this rank itself", library.MaskUpdate, made, rank, None)
+        refused(BAD, f"mask of rank {rank} is 0, but that is this rank itself", library.MaskUpdate, made, 2, [rank])
         for wrong in (-1, 2):
-            refused(BAD, f"rank {wrong} to mask, must be 0 to 1", library.MaskUpdate, made, wrong, None)
-        refused(BAD, "masked is not given", library.MaskQuery, made, None, None)
-        refused(BAD, r"masked has shape \[1\], must be \[2\]", library.MaskQuery, made, tensor(status[:1]), None)
-        refused(BAD, "masked is int64, must be int32", library.MaskQuery, made, tensor(status.long()), None)
+            mask = (c.c_int * 2)(1, wrong)
+            refused(BAD, f"mask of rank 1 is {wrong}, must be 0 or 1", library.EpMaskUpdate, made, mask, None)
+        refused(BAD, "mask is null", library.EpMaskUpdate, made, None, None)
+        refused(BAD, "mask_status is null", library.MaskQuery, made, None, None)
+        refused(BAD, "error_out is null", library.GetAsyncError, made, None)
+        library.MaskUpdate(made, 2, [1 - rank])
+        library.MaskUpdate(made, 2, [1 - rank])  # it is
+        text = f"mask of rank {1 - rank} is 1, but it is masked: ncclEpMaskClean brings all ranks back"
+        refused(BAD, text, library.MaskUpdate, made, 2, [])
+        library.MaskClean(made)
+        library.MaskUpdate(made, 2, [])
         library.GroupDestroy(made)
 
         plain = make_group(library, group)
-        refused(USAGE, "the group was made without enable_mask", library.MaskQuery, plain, tensor(status), None)
-        refused(USAGE, "the group was made without enable_mask", library.MaskUpdate, plain, 1 - rank, None)
+        refused(USAGE, "the group was made without enable_mask", library.MaskQuery, plain, status.data_ptr(), None)
+        refused(USAGE, "the group was made without enable_mask", library.MaskUpdate, plain, 2, [1 - rank])
         refused(USAGE, "the group was made without enable_mask", library.MaskClean, plain)
+        refused(USAGE, "the group was made without enable_mask", library.GetAsyncError, plain, c.c_int())
+        refused(USAGE, "the group was made without enable_mask", library.ErrorClear, plain)
         library.GroupDestroy(plain)
         text = "masked among at most 64 ranks of one domain, these are 2 in 2"
         refused(BAD, text, lambda: make_group(library, group, enable_mask=1, domain_size=1))

@@ -144,26 +144,35 @@ def test_strides_that_no_memory_has_are_refused(library: Library, mode: str) -> 
     scales, out = torch.ones(4, 2), torch.zeros(4, 2)
     for strides in ((2**63 - 1, 1), (2, 2**63 - 1), (-(2**63), 1), (2**62, 2**62)):
         described = tensor(scales)
-        described.contents.strides[:2] = strides
+        described.strides = strides
         refused(BAD, "a stride of -?[0-9]+ between [42] elements: no memory is as large|overlaps",
                 lambda given=described: flat.dispatch(scales=given, out_scales=out))  # fmt: skip
     flat.dispatch(scales=tensor(scales), out_scales=out)
     assert torch.equal(out, torch.ones(4, 2))
     one = tensor(torch.ones(4, 2)[:, :1])
-    one.contents.strides[:2] = (2, 2**63 - 1)  # of one element: it has none
+    one.strides = (2, 2**63 - 1)  # of one element: it has none
     flat.dispatch(scales=one, out_scales=torch.zeros(4, 1))
     library.HandleDestroy(flat.handle)
     library.GroupDestroy(group)
 
 
 def test_flags_are_0_or_1(library: Library) -> None:
-    refused(BAD, "enable_mask is 2, must be 0 or 1", lambda: library.solo_group(enable_mask=2))
-    group = library.solo_group()
+    """Ours are; NCCL EP takes any number that is not 0 for yes."""
+    options = c_api.GroupOptions(both_algorithms=2)
+    config, comm = c_api.RawGroupConfig(), library.comm(0, 1, c_api.Allgather())
+    text = "both_algorithms is 2, must be 0 or 1"
+    refused(BAD, text, library.EpxCreateGroup, c.c_void_p(), comm, config, options)
+    library.EpxCommDestroy(comm)
+    group = library.solo_group(enable_mask=7)
+    library.MaskUpdate(group, 1, [])
     flat = Flat(library, group)
-    for name in ("send_only", "zero_padding", "cached"):
+    for name in ("zero_padding", "cached"):
         refused(BAD, f"{name} is 7, must be 0 or 1", lambda name=name: flat.dispatch(**{name: 7}))
-    flat.dispatch()
-    refused(BAD, "send_only is -1, must be 0 or 1", lambda: flat.combine(send_only=-1))
+    flat.dispatch(send_only=7)
+    library.Complete(flat.handle, None, None)
+    flat.combine(send_only=9)
+    library.Complete(flat.handle, None, None)
+    assert torch.equal(flat.y, torch.ones(4, 16))
     library.HandleDestroy(flat.handle)
     library.GroupDestroy(group)
 

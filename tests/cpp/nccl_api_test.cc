@@ -75,7 +75,7 @@ TEST(GinRelease, TheProblemSaysWhatToInstall) {
 TEST(GinRelease, IsInTheNameOfItsFile) {
   EXPECT_EQ(gin_release_of("libnccl_ep_gin_2.30.7.so"), 23007);
   EXPECT_EQ(gin_release_of("libnccl_ep_gin_2.31.12.so"), 23112);
-  for (const char* other : {"libnccl_ep_gin_2.30.7.so.1", "libnccl_ep_gin_2.30.so", "libncclep.so", ""}) {
+  for (const char* other : {"libnccl_ep_gin_2.30.7.so.1", "libnccl_ep_gin_2.30.so", "libnccl_ep.so", ""}) {
     EXPECT_EQ(gin_release_of(other), 0) << other;
   }
 }

@@ -20,8 +20,8 @@ LOG = """# ninja log v7
 0\t500\t1\tCMakeFiles/ep_core.dir/csrc/base/overlap.cc.o\tad
 0\t3000\t1\tCMakeFiles/ep_core_testing.dir/csrc/base/overlap.cc.o\tae
 0\t700\t1\tCMakeFiles/ep_core.dir/csrc/gone.cc.o\taf
-600\t900\t1\tlibncclep.so\tb0
-600\t900\t1\tlibncclep.so.0\tb0
+600\t900\t1\tlibnccl_ep.so\tb0
+600\t900\t1\tlibnccl_ep.so.0\tb0
 20\t4020\t2\tCMakeFiles/ep_cuda.dir/csrc/cuda/ll/combine.cu.o\taa
 """
 

@@ -148,9 +148,9 @@ def test_every_place_has_the_version() -> None:
     assert (
         re.findall(r"^## (\d+\.\d+\.\d+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0] == nccl_ep.__version__
     )
-    header = (ROOT / "csrc/include/nccl_ep.h").read_text()
+    header = (ROOT / "csrc/include/nccl_epx.h").read_text()
     assert (
-        ".".join(re.findall(r"^#define NCCL_EP_(?:MAJOR|MINOR|PATCH) (\d+)$", header, re.MULTILINE))
+        ".".join(re.findall(r"^#define NCCL_EPX_(?:MAJOR|MINOR|PATCH) (\d+)$", header, re.MULTILINE))
         == nccl_ep.__version__
     )
     for place in ("docs/c_api.md", "examples/c/CMakeLists.txt"):

@@ -83,7 +83,9 @@ def faults(csrc: Path, path: Path, text: str) -> Iterator[str]:
     folder = name.split("/")[0]
     device = path.suffix in (".cu", ".cuh")
     sees_cuda = (
-        device or folder in ("cuda", "torch") or name.startswith(("transport/nccl/", "transport/device/check_cuda."))
+        device
+        or folder in ("cuda", "torch", "include")
+        or name.startswith(("transport/nccl/", "transport/device/check_cuda."))
     )
     for header in includes(text):
         target = header.split("/")[0]
@@ -94,7 +96,7 @@ def faults(csrc: Path, path: Path, text: str) -> Iterator[str]:
             yield f"includes {header}: {fault}"
         if header.endswith(".cuh") and not device:
             yield f"includes {header}: only .cu and .cuh are compiled by nvcc"
-        if re.match(r"(cuda|nccl)(_\w+)?\.h$", header) and header != "nccl_ep.h" and not sees_cuda:
+        if re.match(r"(cuda|nccl)(_(?!ep)\w+)?\.h$", header) and not sees_cuda:
             yield f"includes {header}: this file is built without CUDA"
 
     if header := late_include(text):

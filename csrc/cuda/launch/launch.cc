@@ -1,3 +1,4 @@
+#include "cuda/ht/layout_info.h"
 #include "cuda/ht/token_layout.h"
 #include "cuda/launch/launch_util.h"
 
@@ -9,6 +10,7 @@ void load_kernels(bool masks_ranks) {
   load_ht_route_kernels();
   load_ht_dispatch_kernels();
   load_ht_combine_kernels();
+  load_layout_info_kernel();
   load_token_layout_kernel();
   if (!masks_ranks) return;
   load_masking_dispatch_kernels();

@@ -96,4 +96,19 @@ std::unique_ptr<Bootstrap> bootstrap_over(ncclComm* comm, int device, double sec
   return std::make_unique<NcclBootstrap>(comm, rank, num_ranks, seconds);
 }
 
+int device_of_comm(ncclComm* comm) {
+  int device = -1;
+  check_nccl(nccl().comm_cu_device(comm, &device), "ncclCommCuDevice", comm);
+  return device;
+}
+
+void* address_in_window(ncclComm* comm, ncclWindow_vidmem* window, uint64_t offset) {
+  EP_CHECK(nccl().get_lsa_device_pointer != nullptr,
+           "a tensor has a window and no data, which needs NCCL 2.29.2 or newer: give its data");
+  void* address = nullptr;
+  const NcclTeam team = nccl().team_lsa(comm);
+  check_nccl(nccl().get_lsa_device_pointer(window, offset, team.rank, &address), "ncclGetLsaDevicePointer", comm);
+  return address;
+}
+
 }  // namespace ep

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "fuzz/random.h"
-#include "nccl_ep.h"
+#include "nccl_epx.h"
 
 namespace ep::fuzz {
 
@@ -17,9 +17,38 @@ constexpr int64_t kMostBytes = 1 << 20;
 __extension__ typedef __int128 Wide;  // so that no sum of sizes and strides overflows
 
 inline int element_bytes(int dtype) {
-  constexpr int kBytes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
-  return dtype >= 0 && dtype < 12 ? kBytes[dtype] : 8;
+  constexpr int kBytes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1, 1};
+  return dtype >= 0 && dtype < 13 ? kBytes[dtype] : 8;
 }
+
+// A descriptor with its sizes, and strides, which only scales have, beside it.
+struct Described {
+  ncclEpTensor_t tensor = NCCL_EP_TENSOR_INIT;
+  size_t sizes[4] = {0, 0, 0, 0};
+  int64_t strides[2] = {0, 0};
+
+  Described() { tensor.sizes = sizes; }
+  Described(const Described& other) : tensor(other.tensor) {
+    std::copy(std::begin(other.sizes), std::end(other.sizes), sizes);
+    tensor.sizes = sizes;
+  }
+  Described& operator=(const Described& other) {
+    if (this == &other) return *this;
+    tensor = other.tensor;
+    std::copy(std::begin(other.sizes), std::end(other.sizes), sizes);
+    tensor.sizes = sizes;
+    return *this;
+  }
+  ~Described() = default;
+  // Any number, which C++ must not see as one of the enumeration.
+  void set_type(int dtype) { std::memcpy(&tensor.datatype, &dtype, sizeof dtype); }
+  int type() const {
+    int dtype;
+    std::memcpy(&dtype, &tensor.datatype, sizeof dtype);
+    return dtype;
+  }
+};
+inline ncclEpTensor_t* of(Described* described) { return described == nullptr ? nullptr : &described->tensor; }
 
 class Tensors {
  public:
@@ -27,34 +56,34 @@ class Tensors {
 
   // A tensor of these sizes, seldom with something odd. Its memory holds what it says, or its sizes and strides are
   // such that no memory could.
-  ncclEpTensor_t* make(int dtype, std::initializer_list<int64_t> sizes, bool is_strided = false) {
-    ncclEpTensor_t& tensor = made_.emplace_back(ncclEpTensor_t NCCL_EP_TENSOR_INIT);
-    tensor.ndim = static_cast<int32_t>(sizes.size());
-    tensor.dtype = dtype;
-    std::copy(sizes.begin(), sizes.end(), tensor.sizes);
-    if (is_strided) stride(tensor);
-    if (random_.one_in(25)) spoil(tensor);
-    give_memory(tensor);
-    return random_.one_in(200) ? nullptr : &tensor;
+  Described* make(int dtype, std::initializer_list<int64_t> sizes, bool is_strided = false) {
+    Described& made = made_.emplace_back();
+    made.tensor.ndim = static_cast<unsigned>(sizes.size());
+    made.set_type(dtype);
+    std::copy(sizes.begin(), sizes.end(), made.sizes);
+    if (is_strided) stride(made);
+    if (random_.one_in(25)) spoil(made, is_strided);
+    give_memory(made);
+    return random_.one_in(200) ? nullptr : &made;
   }
   // Whether nothing about it is odd.
-  static bool is_as(const ncclEpTensor_t* tensor, int dtype, std::initializer_list<int64_t> sizes) {
-    return tensor != nullptr && tensor->data != nullptr && reinterpret_cast<uintptr_t>(tensor->data) % 8 == 0 &&
-           tensor->ndim == static_cast<int32_t>(sizes.size()) && tensor->dtype == dtype &&
-           std::equal(sizes.begin(), sizes.end(), tensor->sizes) &&
-           std::all_of(tensor->strides, tensor->strides + 4, [](int64_t stride) { return stride == 0; });
+  static bool is_as(const Described* made, int dtype, std::initializer_list<int64_t> sizes) {
+    return made != nullptr && made->tensor.data != nullptr && reinterpret_cast<uintptr_t>(made->tensor.data) % 8 == 0 &&
+           made->tensor.ndim == sizes.size() && made->type() == dtype &&
+           std::equal(sizes.begin(), sizes.end(), made->sizes,
+                      [](int64_t a, size_t b) { return static_cast<size_t>(a) == b; });
   }
   // The same for a description that the library has filled in.
   // Null if that is too much.
-  ncclEpTensor_t* fill(const ncclEpTensor_t& described) {
-    Wide bytes = element_bytes(described.dtype);
-    for (int i = 0; i < described.ndim; i++) bytes *= described.sizes[i];
+  Described* fill(const Described& described) {
+    Wide bytes = element_bytes(described.type());
+    for (unsigned i = 0; i < described.tensor.ndim; i++) bytes *= described.sizes[i];
     if (bytes > kMostBytes) return nullptr;
-    ncclEpTensor_t& tensor = made_.emplace_back(described);
-    if (random_.one_in(40)) spoil(tensor);
-    give_memory(tensor);
-    if (random_.one_in(60)) share_memory(tensor);
-    return &tensor;
+    Described& made = made_.emplace_back(described);
+    if (random_.one_in(40)) spoil(made, false);
+    give_memory(made);
+    if (random_.one_in(60)) share_memory(made.tensor);
+    return &made;
   }
   // Any words in some places: what a handle holds becomes addresses.
   void change(void* memory, size_t bytes) {
@@ -70,50 +99,55 @@ class Tensors {
 
  private:
   // Rows that are not one after the other.
-  void stride(ncclEpTensor_t& tensor) {
-    const int64_t kinds[][2] = {{tensor.sizes[1], 1}, {1, tensor.sizes[0]}, {tensor.sizes[1] + 3, 1}, {0, 1}};
+  void stride(Described& made) {
+    const auto rows = static_cast<int64_t>(made.sizes[0]), columns = static_cast<int64_t>(made.sizes[1]);
+    const int64_t kinds[][2] = {{columns, 1}, {1, rows}, {columns + 3, 1}, {0, 1}};
     const auto& strides = kinds[random_.within(0, 3)];
-    for (int i = 0; i < 2; i++) tensor.strides[i] = random_.one_in(20) ? far() : strides[i];
+    for (int i = 0; i < 2; i++) made.strides[i] = random_.one_in(20) ? far() : strides[i];
   }
   int64_t far() {
     constexpr int64_t kFar[] = {INT64_MAX, INT64_MIN, INT64_MAX / 2, INT64_MIN + 1, 1ll << 62};
     return random_.pick(kFar);
   }
-  void spoil(ncclEpTensor_t& tensor) {
-    switch (random_.within(0, 4)) {
+  void spoil(Described& made, bool is_strided) {
+    ncclEpTensor_t& tensor = made.tensor;
+    switch (random_.within(0, 5)) {
       case 0:
-        tensor.ndim = static_cast<int32_t>(random_.mostly(random_.within(0, 5), 4));
+        tensor.ndim = static_cast<unsigned>(random_.mostly(random_.within(0, 5), 4));
         break;
       case 1:
-        tensor.dtype = static_cast<int32_t>(random_.mostly(random_.within(-1, 12), 4));
+        made.set_type(static_cast<int>(random_.mostly(random_.within(-1, 13), 4)));
         break;
       case 2:
-        tensor.sizes[random_.within(0, 3)] = random_.odd();
+        made.sizes[random_.within(0, 3)] = static_cast<size_t>(random_.odd());
         break;
       case 3:
-        tensor.strides[random_.within(0, 3)] = far();
+        if (is_strided) made.strides[random_.within(0, 1)] = far();
+        break;
+      case 4:
+        tensor.sizes = nullptr;
         break;
       default:
-        (random_.one_in(2) ? tensor.magic : tensor.version) = static_cast<uint32_t>(random_.odd());
+        (random_.one_in(2) ? tensor.magic : tensor.size) = static_cast<unsigned>(random_.odd());
     }
   }
-  void give_memory(ncclEpTensor_t& tensor) {
+  void give_memory(Described& made) {
+    ncclEpTensor_t& tensor = made.tensor;
     Wide first = 0, last = 0;
-    const int ndim = tensor.ndim < 0 || tensor.ndim > 4 ? 4 : tensor.ndim;
-    bool has_strides = false;
-    for (int i = 0; i < ndim; i++) has_strides = has_strides || tensor.strides[i] != 0;
+    const int ndim = tensor.ndim > 4 ? 4 : static_cast<int>(tensor.ndim);
+    const bool has_strides = made.strides[0] != 0 || made.strides[1] != 0;
     Wide contiguous = 1;
     for (int i = ndim - 1; i >= 0; i--) {
-      const Wide size = tensor.sizes[i] < 1 ? 1 : tensor.sizes[i];
-      const Wide step = has_strides ? static_cast<Wide>(tensor.strides[i]) : contiguous;
+      const Wide size = made.sizes[i] < 1 ? 1 : made.sizes[i];
+      const Wide step = has_strides && i < 2 ? static_cast<Wide>(made.strides[i]) : contiguous;
       if (contiguous < kMostBytes) contiguous *= size;
       (step < 0 ? first : last) += (size - 1) * step;
       if (first < -kMostBytes || last > kMostBytes) break;
     }
-    const int bytes = element_bytes(tensor.dtype);
+    const int bytes = element_bytes(made.type());
     const Wide span = (last - first + 1) * bytes;
-    if (first < -kMostBytes || span > kMostBytes) {  // the library must not follow it
-      tensor.data = allocate(64);
+    if (first < -kMostBytes || span > kMostBytes) {  // the library must not follow it further than it needs
+      tensor.data = allocate(kMostBytes);
       return;
     }
     auto* memory = static_cast<char*>(exact(static_cast<size_t>(span)));
@@ -141,7 +175,7 @@ class Tensors {
     size_t bytes;
   };
   Random& random_;
-  std::deque<ncclEpTensor_t> made_;
+  std::deque<Described> made_;
   std::vector<Block> blocks_;
   std::deque<std::unique_ptr<void, decltype(&std::free)>> memory_;
 };

@@ -1,0 +1,71 @@
+"""The unit tests of NVIDIA's nccl-extensions, unchanged, over this library on four CPU ranks.
+
+Whoever wants them fetches them; they are no part of this repository. NCCL_EXTENSIONS names a clone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests import ROOT
+from tests.c.case import run
+from tests.c.test_headers import toolkit
+
+CLONE = Path(os.environ.get("NCCL_EXTENSIONS", "/nowhere")) / "nccl_ep"
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not CLONE.is_dir(), reason="NCCL_EXTENSIONS names no clone of NVIDIA/nccl-extensions"),
+]
+RANKS = 4
+
+# By file: how many tests there are, and which of them want what docs/c_api.md says is otherwise here.
+FILES: dict[str, tuple[int, set[str]]] = {
+    "public_struct_abi": (3, set()),
+    "tensor_create": (3, set()),
+    "output_layout": (16, set()),
+    "recv_topk_idx_flags": (12, set()),
+    "ht_bwd": (7, set()),
+    "ht_overflow_drop": (6, {"EmLocalPermuteDeepFlatOverflowPhantomRowsZeroed"}),
+    "ht_stale_routing_map": (1, set()),
+    "ll_group_epoch": (1, set()),
+    "quantization_recipe": (31, {"NvFp4CombineExpertMajorProducesWeightedBf16", "NvFp4CombineRankMajorProducesBf16"}),
+    "zero_copy": (13, set()),
+}
+
+
+def build(name: str, prefix: Path, library_file: Path, folder: Path) -> Path:
+    """Their internal headers name the enumerations once more, for kernels: an empty file stands in for that one."""
+    (folder / "nccl_ep").mkdir()
+    shutil.copy(CLONE / "include/common.hpp", folder / "nccl_ep")
+    (folder / "nccl_ep/ep_enums.h").write_text("#pragma once\n")
+    program = folder / name
+    includes = [f"-I{prefix}/include", f"-I{folder}", f"-I{folder}/nccl_ep", f"-I{CLONE}"]
+    system = [part for path in toolkit() for part in ("-isystem", path)]
+    sources = ["-x", "c++", CLONE / f"tests/test_{name}.cu", ROOT / "tests/c/nvidia/on_cpu.cc", "-x", "none"]
+    libraries = [library_file, "-lgtest", "-lpthread", "-ldl", "-lrt", f"-Wl,-rpath,{library_file.parent}"]
+    run("c++", "-std=c++17", "-w", *includes, *system, *sources, *libraries, "-o", program)
+    return program
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_of_theirs(name: str, prefix: Path, library_file: Path, tmp_path: Path) -> None:
+    program, (count, otherwise) = build(name, prefix, library_file, tmp_path), FILES[name]
+    ranks = [
+        subprocess.Popen(
+            [program, f"--rank={rank}", f"--nranks={RANKS}", f"--uid-file={tmp_path}/uid"],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(RANKS)
+    ]  # fmt: skip
+    texts = [rank.communicate(timeout=300)[0] for rank in ranks]
+    for text in texts:
+        ran = re.findall(r"^\[ RUN      \] (\S+)", text, re.MULTILINE)
+        passed = re.findall(r"^\[       OK \] (\S+)", text, re.MULTILINE)
+        left = {name.partition(".")[2] for name in set(ran) - set(passed)}
+        assert len(ran) == count and left <= otherwise, text
