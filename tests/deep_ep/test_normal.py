@@ -145,6 +145,22 @@ def test_rows_travel_with_their_scales(dtype: torch.dtype, strides: str) -> None
     run_ranks(2, body)
 
 
+def test_scales_have_gradients_where_rows_have_none() -> None:
+    ids = torch.tensor([[0, 3], [2, -1], [1, 0]])  # of ranks 0 and 1, of rank 1, of rank 0
+
+    def body(group: ThreadGroup) -> None:
+        words, scales = torch.ones(3, 32, dtype=torch.uint8), torch.ones(3, 2, requires_grad=True)
+        with normal_buffer(group) as buffer:
+            per_rank, _, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(ids, 4)
+            (_, got), *_ = buffer.dispatch(
+                (words, scales), None, per_rank, None, is_in_rank, per_expert, ids, torch.ones(3, 2)
+            )
+            (got * (1 + group.rank())).sum().backward()
+        assert scales.grad is not None and scales.grad.tolist() == [[3, 3], [2, 2], [1, 1]]
+
+    run_ranks(2, body)
+
+
 def test_combine_takes_other_rows_than_dispatch_gave() -> None:
     """combine takes other widths and dtypes than dispatch had."""
     case = small_case(2)

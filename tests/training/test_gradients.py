@@ -135,6 +135,20 @@ def test_gradients_of_biases_are_the_outputs(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_choices_that_combine_skips_have_no_gradient(mode: str) -> None:
+    """Its ids that are no expert, on either side: nothing of their weights, and of their rows."""
+    ids = IDS.clone()
+    ids[0, 1], ids[1, 0], ids[2, 1], ids[3, 0] = -1, EXPERTS, 1 << 40, -7
+    with one_rank() as buffer:
+        x, weights = torch.ones(4, HIDDEN, requires_grad=True), torch.rand(4, 2, requires_grad=True)
+        out = nccl_ep.dispatch(x, IDS, buffer=buffer, **given(mode))
+        nccl_ep.combine(out.x, out.handle, weights=weights, topk_idx=ids).sum().backward()
+    assert weights.grad is not None and torch.equal(weights.grad, HIDDEN * (ids == IDS).float())
+    stays = torch.where(ids == IDS, weights.detach(), 0.0).sum(1, keepdim=True)
+    assert x.grad is not None and torch.equal(x.grad, stays.expand(4, HIDDEN))
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_gradients_of_extra_tensors_and_scales_are_summed(mode: str) -> None:
     """A token's rows: two choices, so that each number is counted twice."""
     with one_rank() as buffer:
