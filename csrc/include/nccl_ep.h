@@ -331,7 +331,7 @@ typedef struct {
 
 typedef struct {
   unsigned int size, magic;
-  unsigned int send_only;         /* LL: the sending half; ncclEpComplete is the other. HT has no halves */
+  unsigned int send_only;         /* LL: the send alone; ncclEpComplete receives. HT has none */
   unsigned int round_scales;      /* scales that are made are powers of two */
   ncclEpPassDir_t pass_direction; /* HT: BWD moves tokens alone, along the routes of the handle */
   ncclEpDispQuant_t quant_recipe; /* V1 ends before it */

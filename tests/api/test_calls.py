@@ -337,7 +337,7 @@ def test_a_dispatch_waits_for_what_was_sent(buffer: nccl_ep.Buffer) -> None:
         ({"quant": "none"}, ValueError, "quant is 'none', must be one of None, fp8, fp8_rounded, fp8_ue8m0"),
         ({"capacity": "all"}, ValueError, "capacity is 'all', must be a number, None or \"exact\""),
         ({"zero_padding": "yes"}, TypeError, "zero_padding is 'yes', must be True or False"),
-        ({"buffer": "b"}, TypeError, "buffer is a str, must be a nccl_ep.Buffer"),
+        ({"buffer": "b"}, TypeError, "buffer is 'b', must be a nccl_ep.Buffer"),
         ({"x": [1.0]}, TypeError, "x is a list, must be a tensor"),
         ({"topk_idx": None}, TypeError, "topk_idx is None, must be a tensor"),
         ({"scales": torch.ones(T, 1, device="meta")}, ValueError, "scales is on meta, the buffer on cpu"),

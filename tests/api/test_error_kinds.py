@@ -31,7 +31,7 @@ def _dispatch(buffer: Any, *given: Any, **changes: Any) -> nccl_ep.DispatchOutpu
 
 
 WRONG: list[tuple[Callable[[Any], Any], str]] = [
-    (lambda b: _dispatch(None), "buffer is a NoneType, must be a nccl_ep.Buffer"),
+    (lambda b: _dispatch(None), "buffer is None, must be a nccl_ep.Buffer"),
     (lambda b: _dispatch(b, None, IDS), "x is None, must be a tensor"),
     (lambda b: _dispatch(b, X, None), "topk_idx is None, must be a tensor"),
     (lambda b: _dispatch(b, X, [[0, 1]]), "topk_idx is a list, must be a tensor"),

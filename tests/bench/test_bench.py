@@ -87,7 +87,8 @@ def test_ll_records_all_figures_on_cpu_ranks(tmp_path: Path) -> None:
         assert line in shown
     assert shown.strip() == table.render(found).strip()
     written = plot.draw(found, tmp_path / "plots")
-    assert [file.name for file in written] == ["ll_tokens.png", "ll_tokens.svg"]
+    names = [file.name for file in written]
+    assert names == ["ll_tokens.png", "ll_tokens.svg", "ll_beside_others.png", "ll_beside_others.svg"]
     assert written[0].read_bytes().startswith(b"\x89PNG") and "<svg" in written[1].read_text()
 
 

@@ -92,9 +92,8 @@ def test_ht_records_all_figures_on_cpu_ranks(tmp_path: Path) -> None:
         assert line in shown
     assert shown.strip() == table.render(found).strip()
     written = plot.draw(found, tmp_path / "plots")
-    assert [file.name for file in written] == [
-        f"ht_tokens{suffix}.{kind}" for suffix in ("", "_2") for kind in ("png", "svg")
-    ]
+    names = {"ht_tokens", "ht_tokens_2", "ht_beside_others", "ht_beside_others_2"}
+    assert {file.name for file in written} == {f"{name}.{kind}" for name in names for kind in ("png", "svg")}
 
 
 def test_one_run_measures_every_payload_and_layout_of_high_throughput(tmp_path: Path) -> None:
@@ -423,13 +422,15 @@ def test_the_table_tells_placement_and_cached_calls_apart() -> None:
 def test_plots_draw_what_the_records_have(tmp_path: Path) -> None:
     found = ht_sweep()
     names = [file.name for file in plot.draw(found, tmp_path)]
-    assert names == ["ht_tokens.png", "ht_tokens.svg", "ht_num_sms.png", "ht_num_sms.svg"]
+    assert names == [f"{name}.{kind}" for name in ("ht_num_sms", "ht_beside_others") for kind in ("png", "svg")]
     key, group = next(iter(plot._shapes(found).items()))
-    routing, dispatch, *_ = plot.plot_tokens(key, group).axes
-    drawn = {line.get_label(): list(line.get_ydata()) for line in dispatch.get_lines()}
-    assert drawn["nccl_ep, graph"] == [500.0] and drawn["nccl_ep, graph, cached, staged"] == [700.0]
-    assert drawn["floor, wire"] == [450.0] and drawn["DeepEP V1 cached, 24 SMs, event"] == [809.0]
-    assert len(routing.get_lines()) == 1
+    assert plot.plot_tokens(key, group) is None  # of one number of tokens
+    routing, dispatch, *_ = plot.plot_bars(key, group).axes
+    labels = [tick.get_text() for tick in dispatch.get_yticklabels()]
+    drawn = dict(zip(labels, [bar.get_width() for bar in dispatch.patches], strict=True))
+    assert drawn["nccl_ep"] == 500.0 and drawn["nccl_ep, routes known, tensors copied"] == 700.0
+    assert drawn["the links alone"] == 450.0 and drawn["DeepEP V1, 24 SMs, routes known"] == 809.0
+    assert [bar.get_width() for bar in routing.patches] == [500.0]
     sms = plot.plot_num_sms(key, group).axes[1].get_lines()
     assert list(sms[0].get_xdata()) == [8, 16] and list(sms[0].get_ydata()) == [492.0, 484.0]
 
@@ -437,7 +438,7 @@ def test_plots_draw_what_the_records_have(tmp_path: Path) -> None:
 def test_both_modes_are_drawn_into_files_of_their_own(tmp_path: Path) -> None:
     found = [r | {"bench": "ll"} for r in ht_sweep() if r["op"] != "routing"] + ht_sweep()
     names = {file.stem for file in plot.draw(found, tmp_path)}
-    assert names == {"ll_tokens", "ll_num_sms", "ht_tokens", "ht_num_sms"}
+    assert names == {"ll_num_sms", "ll_beside_others", "ht_num_sms", "ht_beside_others"}
 
 
 def test_overlapping_kernels_are_not_counted_twice() -> None:

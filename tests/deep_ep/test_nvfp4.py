@@ -461,7 +461,7 @@ def test_a_backward_pass_is_refused(staged: bool) -> None:
         ({"x": torch.ones(3, 1 << 14).bfloat16()}, ValueError, "window is too small"),
         ({"x": torch.ones(3, 64, device="meta").bfloat16()}, ValueError, "x is on meta, the buffer on cpu"),
         ({"topk_idx": IDS[:2]}, ValueError, r"topk_idx has shape \[2, 2\], must be \[3"),
-        ({"num_max_dispatch_tokens_per_rank": 2}, ValueError, "3 tokens, but max_tokens is 2"),
+        ({"num_max_dispatch_tokens_per_rank": 2}, ValueError, "3 tokens, but num_max_dispatch_tokens_per_rank is 2"),
         ({"async_finish": True, "return_recv_hook": True}, ValueError, "async_finish and return_recv_hook are both"),
         ({"use_nvfp5": True}, TypeError, "unexpected keyword argument 'use_nvfp5'"),
     ],

@@ -10,12 +10,10 @@ import pytest
 from tests import ROOT
 from tools.site import header, pages
 
-HEADER = (ROOT / pages.HEADER).read_text()
-
 
 def test_every_page_has_one_place_in_the_table_of_contents() -> None:
     told = [page for each in pages.NAVIGATION.values() for page in each]
-    made = {f"reference/{module.rpartition('.')[2]}" for module in pages.MODULES} | {"reference/c"}
+    made = {f"reference/{module.rpartition('.')[2]}" for module in pages.MODULES} | set(pages.HEADERS)
     written = {str(path.relative_to(ROOT).with_suffix("")) for path in pages.sources() if path.suffix == ".md"}
     assert len(told) == len(set(told))
     assert made <= set(told)
@@ -40,12 +38,14 @@ def test_the_reference_has_every_public_name_once() -> None:
     assert "Options of torch.compile" in text["nccl_ep"], "the comment of a constant"
 
 
-def test_the_reference_of_c_has_every_function_and_type_of_the_header() -> None:
-    page = header.page_of(HEADER)
-    bare = re.sub(r"/\*.*?\*/", "", HEADER, flags=re.DOTALL)
-    functions = set(re.findall(r"\b(ncclEp\w+)\(", bare))
-    types = set(re.findall(r"\b(ncclEp\w+_t)\b", bare))
-    assert len(functions) > 20 and len(types) > 20
+@pytest.mark.parametrize(("path", "prefix"), zip(pages.HEADERS.values(), ("ncclEp(?!x)", "ncclEpx"), strict=True))
+def test_the_reference_of_c_has_every_function_and_type_of_the_header(path: str, prefix: str) -> None:
+    text = (ROOT / path).read_text()
+    page = header.page_of(text, "a header")
+    bare = re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL)
+    functions = set(re.findall(rf"\b({prefix}\w+)\(", bare))
+    types = set(re.findall(rf"\b({prefix}\w+_t)\b", bare))
+    assert len(functions) >= 18 and len(types) >= 5
     places = set(re.findall(r"^\(c-(\w+)\)=$", page, re.MULTILINE))
     assert {name.lower() for name in functions | types} <= places
     links = set(re.findall(r"\]\(#c-(\w+)\)", page))
@@ -85,7 +85,7 @@ X_API xResult_t xMake(x_t* x, int (*callback)(void));
     assert found[1][1] == "Numbers" and found[2][1].startswith("They are small.")
     assert header.names_in(found[4][1]) == ["xResult_t"]
     assert header.names_in(found[6][1]) == ["x_t", "xMake"]
-    page = header.page_of(text)
+    page = header.page_of(text, "x.h")
     assert "```c\nx_t x = X_INIT;\n```" in page and "Of one line,\nand of another, [`xResult_t`](#c-xresult_t)." in page
     assert "#ifndef" not in page
 

@@ -68,7 +68,7 @@ def extra(seed: int) -> None:
         seen: list[torch.Tensor] = []
         with nccl_ep.Buffer.for_shapes(
             group, max_tokens=6, hidden=32, topk=topk, num_experts=2 * ranks, device="cpu", mode="auto",
-            domain_size=domain, network_seed=_network(seed), scale_bytes=512, timeout=60.0,
+            domain_size=domain, network_seed=_network(seed), scale_bytes=512, timeout=60.0, on_invalid_ids="count",
         ) as buffer:  # fmt: skip
             for mode in ("ll", "ht"):
                 out = nccl_ep.dispatch(

@@ -191,5 +191,6 @@ def shared_buffer(group: Any, cases: Sequence[Expected], **options: Any) -> nccl
         "timeout": of_living_ranks(60.0),
         "device": "cpu",
         "ll_network": "rail",
+        "on_invalid_ids": "count",
     }
     return nccl_ep.Buffer(group, **{**by_default, **options})

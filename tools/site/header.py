@@ -114,11 +114,11 @@ def _prose(text: str, places: dict[str, str]) -> str:
     return "\n".join([*out, "```"] if inside else out)
 
 
-def page_of(text: str) -> str:
+def page_of(text: str, title: str) -> str:
     """The page, as Markdown of MyST. The first comment is of the whole header."""
     found = list(parts(text))
     places = {name: f"c-{name.lower()}" for part in found if part.kind == "code" for name in names_in(part.text)}
-    out = ["# The C header"]
+    out = [f"# {title}"]
     if found and found[0].kind == "prose":
         out.append(_prose(found.pop(0).text, places))
     before: list[str] = []  # prose that waits for its declaration

@@ -19,16 +19,17 @@ from typing import Any
 from .header import page_of
 
 ROOT = Path(__file__).parents[2]
-HEADER = "csrc/include/nccl_ep.h"
+HEADERS = {"reference/c": "csrc/include/nccl_ep.h", "reference/c_added": "csrc/include/nccl_epx.h"}
 
 # The table of contents: every page is in one place.
 NAVIGATION = {
     "Guides": [
         "docs/installing", "docs/tutorial", "docs/training", "docs/network", "docs/c_api", "docs/migrating_from_deepep",
+        "docs/migrating_from_nccl_ep", "docs/frameworks", "docs/report",
     ],
     "Reference": [
-        "reference/nccl_ep", "reference/deep_ep", "reference/testing", "reference/c", "docs/semantics", "docs/deepep",
-        "docs/glossary", "docs/security",
+        "reference/nccl_ep", "reference/deep_ep", "reference/testing", "reference/c", "reference/c_added",
+        "docs/semantics", "docs/deepep", "docs/glossary", "docs/security",
     ],
     "What has run": [
         "docs/status", "docs/performance", "docs/network_tests", "docs/example_model",
@@ -36,7 +37,7 @@ NAVIGATION = {
     ],
     "How it works": [
         "docs/architecture", "docs/wire_format", "docs/network_protocol", "docs/memory_model", "docs/adding_an_option",
-        "CONTRIBUTING",
+        "CONTRIBUTING", "docs/mutants",
     ],
     "History": ["CHANGELOG", "docs/notebook/README"],
 }  # fmt: skip
@@ -133,7 +134,9 @@ def main(folder: Path) -> None:
         text = index(text) if name == Path("README.md") else text
         target.write_text(notebook(text) if name == Path("docs/notebook/README.md") else text, encoding="utf-8")
     (folder / "reference").mkdir(exist_ok=True)
-    (folder / "reference/c.md").write_text(page_of((ROOT / HEADER).read_text(encoding="utf-8")), encoding="utf-8")
+    for page, path in HEADERS.items():
+        text = page_of((ROOT / path).read_text(encoding="utf-8"), Path(path).name)
+        (folder / f"{page}.md").write_text(text, encoding="utf-8")
     for module in MODULES:
         (folder / f"reference/{module.rpartition('.')[2]}.md").write_text(python_page(module), encoding="utf-8")
 
