@@ -270,7 +270,7 @@ def test_dtypes_without_a_gradient_say_so() -> None:
     with one_rank() as buffer:
         x = torch.ones(4, 4, dtype=torch.float64, requires_grad=True)
         out = nccl_ep.dispatch(x, IDS, buffer=buffer, **given("ll"))
-        with pytest.raises(ValueError, match="a gradient of torch.float64 rows: only those of bf16, fp16 and fp32"):
+        with pytest.raises(ValueError, match=r"a gradient of torch\.float64 rows: only those of bf16, fp16 and fp32"):
             out.x.sum().backward()
 
 
