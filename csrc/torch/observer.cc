@@ -87,7 +87,7 @@ class PythonObserver : public Observer {
     const int64_t end_ns = now_ns();
     const LockHold lock;
     const std::unique_ptr<Begun> begun(static_cast<Begun*>(given));  // gone before the lock, which its object needs
-    call(end_, [&] {
+    call(end_, [&]() -> py::tuple {
       py::dict line(py::arg("buffer") = seen.buffer, py::arg("rank") = seen.rank,
                     py::arg("num_ranks") = seen.shape.num_ranks, py::arg("operation") = seen.operation,
                     py::arg("number") = seen.number, py::arg("begin_ns") = begun->ns, py::arg("end_ns") = end_ns,

@@ -8,7 +8,7 @@
 
 namespace ep {
 
-std::string name_of(at::ScalarType type) { return "torch." + c10::getDtypeNames(type).first; }
+std::string name_of(at::ScalarType type) { return std::string("torch.").append(c10::getDtypeNames(type).first); }
 
 at::ScalarType float_type_of(DType dtype) {
   switch (dtype) {
