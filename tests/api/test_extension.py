@@ -25,7 +25,10 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # `make newest` gives every process an extension that does not lie in nccl_ep/.
-@pytest.mark.skipif("nccl_ep_other_build" in sys.modules, reason="the extension is that of another build")
+in_the_package = pytest.mark.skipif("nccl_ep_other_build" in sys.modules, reason="the extension is of another build")
+
+
+@in_the_package
 @pytest.mark.parametrize(
     ("arguments", "is_installed"), [(("-m", "nccl_ep.doctor"), True), (("-c", "import nccl_ep.deep_ep"), False)]
 )
@@ -60,6 +63,7 @@ CHANGES = {
 }
 
 
+@in_the_package
 @pytest.mark.parametrize("name", CHANGES)
 def test_an_extension_that_cannot_be_loaded_says_what_to_do(name: str, clone: Path, tmp_path: Path) -> None:
     changes, says = CHANGES[name]
