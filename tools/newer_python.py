@@ -18,16 +18,16 @@ OLDEST, NEWEST = 12, 14  # of Python 3
 ASK = "import sys, sysconfig, venv; print(sys.version_info[1], sysconfig.get_path('include'))"
 
 
-def candidates() -> Iterator[str]:
+def candidates(oldest: int = OLDEST) -> Iterator[str]:
     yield sys.executable
-    for minor in range(OLDEST, NEWEST + 1):
+    for minor in range(oldest, NEWEST + 1):
         found = shutil.which(f"python3.{minor}")
         if found is not None:
             yield found
         yield from map(str, sorted(Path.home().glob(f".pyenv/versions/3.{minor}.*/bin/python3.{minor}")))
 
 
-def serves(python: str) -> bool:
+def serves(python: str, oldest: int = OLDEST) -> bool:
     """Whether it runs, is new enough, and has its headers. A name in the PATH may be a shim without a Python."""
     try:
         done = subprocess.run([python, "-c", ASK], capture_output=True, text=True, timeout=60)
@@ -36,7 +36,7 @@ def serves(python: str) -> bool:
     if done.returncode != 0:
         return False
     minor, include = done.stdout.split(maxsplit=1)
-    return OLDEST <= int(minor) <= NEWEST and (Path(include.strip()) / "Python.h").exists()
+    return oldest <= int(minor) <= NEWEST and (Path(include.strip()) / "Python.h").exists()
 
 
 def of_uv() -> str | None:

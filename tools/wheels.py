@@ -17,10 +17,12 @@ import sys
 import zipfile
 from pathlib import Path
 
+import newer_python
+
 ROOT = Path(__file__).parent.parent
 WORK = ROOT / "build/wheels"
 OLDEST = (2, 11)
-PYTHONS = [f"python3.{minor}" for minor in range(10, 15)]
+OLDEST_PYTHON = 10  # of Python 3
 GIN_NCCL = ("2.30.7", "2.31.2")  # csrc/transport/nccl/gin/releases.h
 ARCHITECTURES = "90a"
 NOT_INSIDE = ("libc10*", "libtorch*", "libcuda.so*")  # torch's, and the driver
@@ -39,6 +41,13 @@ def make_venv(folder: Path, python: str, *packages: str) -> Path:
         run(python, "-m", "venv", folder)
     run(folder / "bin/python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages)
     return folder / "bin"
+
+
+def pythons() -> list[str]:
+    """Of each minor release the first interpreter that is here."""
+    found = [each for each in newer_python.candidates(OLDEST_PYTHON) if newer_python.serves(each, OLDEST_PYTHON)]
+    ask = "import sys; print(*sys.version_info[:2], sep='.')"
+    return list({run(python, "-c", ask): python for python in reversed(found)}.values())[::-1]
 
 
 def nccl_headers(pip: Path, version: str) -> Path:
@@ -95,14 +104,13 @@ def build(bare: Path, torch: str, headers: str, tools: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--torch", nargs="+", help="minor releases; default: all from 2.11 that PyPI has")
-    parser.add_argument("--python", nargs="+", default=[each for each in PYTHONS if shutil.which(each)],
-                        help="interpreters; default: those of 3.10 to 3.14 that are here")  # fmt: skip
+    parser.add_argument("--python", nargs="+", help="interpreters; default: one of each of 3.10 to 3.14 that is here")
     options = parser.parse_args()
     tools = make_venv(WORK / "tools", sys.executable, "-r", "requirements/wheels.txt")
     run(sys.executable, "tools/glibc_stubs.py", WORK / "stubs")
     headers = ";".join(str(nccl_headers(tools / "pip", version)) for version in GIN_NCCL)
     for torch in options.torch or torches(tools / "pip"):
-        for python in options.python:
+        for python in options.python or pythons():
             try:
                 bare = make_venv(WORK / f"{Path(python).name}-torch{torch}", python, f"torch=={torch}.*")
             except subprocess.CalledProcessError:
