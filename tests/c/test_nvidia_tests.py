@@ -23,6 +23,7 @@ pytestmark = [
     pytest.mark.skipif(not CLONE.is_dir(), reason="NCCL_EXTENSIONS names no clone of NVIDIA/nccl-extensions"),
 ]
 RANKS = 4
+OURS = [ROOT / "tests/c/nvidia/on_cpu.cc", ROOT / "tests/c/nvidia/inside.cc"]
 
 # By file: how many tests there are, and which of them want what docs/c_api.md says is otherwise here.
 FILES: dict[str, tuple[int, set[str]]] = {
@@ -39,26 +40,29 @@ FILES: dict[str, tuple[int, set[str]]] = {
 }
 
 
-def build(name: str, prefix: Path, library_file: Path, folder: Path) -> Path:
-    """Their internal headers name the enumerations once more, for kernels: an empty file stands in for that one."""
+def own_headers(folder: Path) -> list[str]:
+    """Flags. Their internal headers name the enumerations once more, for kernels: an empty file stands in for it."""
     (folder / "nccl_ep").mkdir()
     shutil.copy(CLONE / "include/common.hpp", folder / "nccl_ep")
     (folder / "nccl_ep/ep_enums.h").write_text("#pragma once\n")
+    return [f"-I{folder}", f"-I{folder}/nccl_ep", f"-I{CLONE}"]
+
+
+def build(name: str, prefix: Path, library_file: Path, folder: Path) -> Path:
     program = folder / name
-    includes = [f"-I{prefix}/include", f"-I{folder}", f"-I{folder}/nccl_ep", f"-I{CLONE}"]
+    includes = [f"-I{prefix}/include", *own_headers(folder)]
     system = [part for path in toolkit() for part in ("-isystem", path)]
-    sources = ["-x", "c++", CLONE / f"tests/test_{name}.cu", ROOT / "tests/c/nvidia/on_cpu.cc", "-x", "none"]
+    sources = ["-x", "c++", CLONE / f"tests/test_{name}.cu", *OURS, "-x", "none"]
     libraries = [library_file, "-lgtest", "-lpthread", "-ldl", "-lrt", f"-Wl,-rpath,{library_file.parent}"]
     run("c++", "-std=c++17", "-w", *includes, *system, *sources, *libraries, "-o", program)
     return program
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_a_file_of_theirs(name: str, prefix: Path, library_file: Path, tmp_path: Path) -> None:
-    program, (count, otherwise) = build(name, prefix, library_file, tmp_path), FILES[name]
+def run_file(program: Path, count: int, otherwise: set[str]) -> None:
+    """On four ranks: all tests run, and pass but for those."""
     ranks = [
         subprocess.Popen(
-            [program, f"--rank={rank}", f"--nranks={RANKS}", f"--uid-file={tmp_path}/uid"],
+            [program, f"--rank={rank}", f"--nranks={RANKS}", f"--uid-file={program.parent}/uid"],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
         for rank in range(RANKS)
@@ -69,3 +73,8 @@ def test_a_file_of_theirs(name: str, prefix: Path, library_file: Path, tmp_path:
         passed = re.findall(r"^\[       OK \] (\S+)", text, re.MULTILINE)
         left = {name.partition(".")[2] for name in set(ran) - set(passed)}
         assert len(ran) == count and left <= otherwise, text
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_of_theirs(name: str, prefix: Path, library_file: Path, tmp_path: Path) -> None:
+    run_file(build(name, prefix, library_file, tmp_path), *FILES[name])
