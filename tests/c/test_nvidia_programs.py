@@ -20,13 +20,14 @@ from tests.c.test_headers import toolkit
 from tests.c.test_nvidia_tests import CLONE, FILES, own_headers, run_file
 from tests.support.gpus import NUM_GPUS, SHARED_GPUS, needs_gpu, several_gpus
 
-MPIEXEC = shutil.which("mpiexec")
+MPIEXEC = Path(shutil.which("mpiexec") or "/nowhere/bin/mpiexec")
+MPI = MPIEXEC.resolve().parents[1]
 pytestmark = [
     *needs_gpu,
     pytest.mark.slow,
     pytest.mark.skipif(not CLONE.is_dir(), reason="NCCL_EXTENSIONS names no clone of NVIDIA/nccl-extensions"),
 ]
-with_mpi = pytest.mark.skipif(MPIEXEC is None, reason="no mpiexec here")
+with_mpi = pytest.mark.skipif(not (MPI / "include/mpi.h").exists(), reason="no mpiexec with headers of MPI on PATH")
 RANKS = 4 if NUM_GPUS >= 4 else 2  # of the programs
 
 # Options of theirs, each with the checks of the program itself.
@@ -58,16 +59,13 @@ def nvcc(sources: list[str | Path], program: Path, prefix: Path, library_file: P
 @pytest.fixture(scope="module")
 def programs(prefix: Path, library_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("programs")
-    assert MPIEXEC is not None
-    mpi = Path(MPIEXEC).resolve().parents[1]
-    linked = [f"-I{mpi}/include", f"-L{mpi}/lib", "-lmpi", f"-Xlinker=-rpath={mpi}/lib"]
+    linked = [f"-I{MPI}/include", f"-L{MPI}/lib", "-lmpi", f"-Xlinker=-rpath={MPI}/lib"]
     for name in ("ep_test", "ep_bench"):
         nvcc([CLONE / f"{name}.cu"], folder / name, prefix, library_file, *linked)
     return folder
 
 
 def run_program(program: Path, arguments: str) -> str:
-    assert MPIEXEC is not None
     done = subprocess.run(
         [MPIEXEC, "-n", str(RANKS), program, *arguments.split()],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120,

@@ -19,7 +19,7 @@ from tests.c.case import CaseRun, run_case, tensor
 from tests.c.ht_case import HtCaseRun, run_ht_case
 from tests.ht.harness import HtPlan
 from tests.support.expected import Expected, plain_case
-from tests.support.gpus import NUM_SMS, WORLDS, captured, needs_gpu, num_replays, on_gpu, ranks_on_gpus
+from tests.support.gpus import NUM_SMS, WORLDS, captured, needs_gpu, num_replays, on_gpu, one_gpu_worlds, ranks_on_gpus
 from tests.support.patience import PATIENCE
 from tests.support.processes import run_processes
 
@@ -111,7 +111,7 @@ def test_graphs_of_ranks_in_processes_follow_new_routing(
     assert got == [len(LAYOUTS) * len(ways) * num_replays(6)] * num_ranks
 
 
-@on_devices
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[*needs_gpu, one_gpu_worlds])])
 @pytest.mark.parametrize("num_sms", NUM_SMS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_number_of_sms_gives_the_oracles_bits(library: Library, layout: str, num_sms: int, device: str) -> None:
