@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import nccl_ep
+from tests.support.ranks import DEVICE
 
 T, H, K, E = 5, 16, 3, 4
 IDS = torch.tensor([[0, 1, 2], [3, -1, 0], [1, 1, 2], [-1, -1, -1], [2, 3, 0]])
@@ -21,7 +22,7 @@ LAYOUTS = ("expert_major", "packed", "rank_major", "flat")
 @pytest.fixture
 def buffer() -> Iterator[nccl_ep.Buffer]:
     with nccl_ep.Buffer.for_shapes(
-        None, max_tokens=T, hidden=H, topk=K, num_experts=E, dtype=torch.float32, mode="auto", device="cpu"
+        None, max_tokens=T, hidden=H, topk=K, num_experts=E, dtype=torch.float32, mode="auto", device=DEVICE
     ) as made:
         yield made
 

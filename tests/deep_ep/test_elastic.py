@@ -13,6 +13,7 @@ import nccl_ep
 from nccl_ep.deep_ep import ElasticBuffer, EPBuffer, EPHandle, EventHandle, EventOverlap
 from nccl_ep.testing import run_ranks
 from tests.deep_ep.elastic_ranks import replay_new_routing
+from tests.support.ranks import DEVICE
 
 HALF = torch.bfloat16
 EXPERTS, TOPK, HIDDEN, MOST = 8, 3, 64, 9
@@ -74,7 +75,7 @@ class World:
                 "num_topk": TOPK,
                 "num_gpu_timeout_secs": 60,
             } | options
-            with ElasticBuffer(group, device="cpu", on_invalid_ids="count", **sizes) as buffer:
+            with ElasticBuffer(group, device=DEVICE, on_invalid_ids="count", **sizes) as buffer:
                 return body(buffer, group.rank())
 
         return run_ranks(self.ranks, run)
@@ -252,7 +253,7 @@ def test_bytes_alone_are_for_high_throughput() -> None:
 
     def body(group: Any) -> None:
         rank = group.rank()
-        with ElasticBuffer(group, 1 << 22, device="cpu") as buffer:
+        with ElasticBuffer(group, 1 << 22, device=DEVICE) as buffer:
             assert buffer.num_bytes == 1 << 22 and buffer.core.stats()["mode"] == "ht"
             rows, _, _, handle, _ = buffer.dispatch(
                 world.x[rank], world.idx[rank], num_experts=EXPERTS, num_max_tokens_per_rank=MOST, do_cpu_sync=False
@@ -353,7 +354,7 @@ def test_a_deferred_epilogue_gives_results_by_its_event() -> None:
 
     def body(group: Any) -> None:
         rank = group.rank()
-        with EPBuffer(group, num_max_tokens_per_rank=MOST, hidden=HIDDEN, num_topk=TOPK, device="cpu") as buffer:
+        with EPBuffer(group, num_max_tokens_per_rank=MOST, hidden=HIDDEN, num_topk=TOPK, device=DEVICE) as buffer:
             call: dict[str, Any] = {"topk_idx": world.idx[rank], "num_experts": EXPERTS, "do_expand": True}
             event = buffer.dispatch(world.x[rank], async_with_compute_stream=True, defer_epilogue=True, **call)
             rows, none, no_weights, handle = event.current_stream_wait()
@@ -436,12 +437,12 @@ def test_arguments_without_meaning_are_refused() -> None:
         ({"num_topk": 33}, "num_topk is 33, must be 0 to 32"),
     ):
         with pytest.raises(ValueError, match=text):
-            ElasticBuffer(None, device="cpu", **keywords)
+            ElasticBuffer(None, device=DEVICE, **keywords)
     with pytest.raises(TypeError, match="lb_allocation_plan_or_num_bytes"):
-        EPBuffer(None, 1 << 22, device="cpu", lb_allocation_plan_or_num_bytes=1)
+        EPBuffer(None, 1 << 22, device=DEVICE, lb_allocation_plan_or_num_bytes=1)
     idx = torch.zeros(1, 1, dtype=torch.int64)
     x = torch.ones(1, HIDDEN, dtype=HALF)
-    sizes: dict[str, Any] = {"num_max_tokens_per_rank": 2, "hidden": HIDDEN, "device": "cpu"}
+    sizes: dict[str, Any] = {"num_max_tokens_per_rank": 2, "hidden": HIDDEN, "device": DEVICE}
     with ElasticBuffer(None, **sizes) as buffer, ElasticBuffer(None, **sizes) as other:
         rows, _, weights, handle, _ = buffer.dispatch(x, idx, torch.ones(1, 1), num_experts=1)
         for call, kind, text in (

@@ -13,6 +13,7 @@ from nccl_ep.deep_ep import HybridEPBuffer
 from nccl_ep.deep_ep.hybrid import indices_to_map
 from nccl_ep.testing import run_ranks
 from tests.support.patience import PATIENCE, Clock
+from tests.support.ranks import DEVICE
 
 RANKS, LOCAL, TOKENS, HIDDEN, TOPK = 2, 3, 6, 32, 2
 EXPERTS = RANKS * LOCAL
@@ -51,7 +52,7 @@ class Case:
 def on_ranks(body: Callable[[HybridEPBuffer, int], Any], **options: Any) -> list[Any]:
     def run(group: Any) -> Any:
         sizes = {"hidden_dim": HIDDEN, "max_num_of_tokens_per_rank": TOKENS, "num_local_experts": LOCAL} | options
-        with HybridEPBuffer(group=group, device="cpu", timeout=60, **sizes) as buffer:
+        with HybridEPBuffer(group=group, device=DEVICE, timeout=60, **sizes) as buffer:
             return body(buffer, group.rank())
 
     return run_ranks(RANKS, run)
@@ -327,7 +328,7 @@ def test_gradients_come_from_the_ops_below() -> None:
 
 def test_arguments_without_meaning_are_refused() -> None:
     x, chosen = torch.ones(2, HIDDEN, dtype=HALF), torch.ones(2, 1, dtype=torch.bool)
-    sizes: dict[str, Any] = {"hidden_dim": HIDDEN, "max_num_of_tokens_per_rank": 2, "device": "cpu"}
+    sizes: dict[str, Any] = {"hidden_dim": HIDDEN, "max_num_of_tokens_per_rank": 2, "device": DEVICE}
     with (
         HybridEPBuffer(None, num_local_experts=1, **sizes) as buffer,
         HybridEPBuffer(None, num_local_experts=40, **sizes) as other,

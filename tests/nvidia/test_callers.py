@@ -31,6 +31,7 @@ from tests.nvidia.tokens import (
     tokens_of,
     weighted_sum,
 )
+from tests.support.ranks import DEVICE, same_for_all
 
 MOST_ROWS = RANKS * MOST
 
@@ -38,7 +39,7 @@ MOST_ROWS = RANKS * MOST
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_bytes", "nvfp4"])
 def test_tensorrt_llm(recipe: str) -> None:
     """Ranks that meet by a unique id, one handle for all steps, int32 ids, global ids by ``_lowpp``, window outputs."""
-    unique_id = get_unique_id()
+    unique_id = same_for_all(get_unique_id())
 
     def body(group: Any) -> None:
         rank = group.rank()
@@ -48,7 +49,7 @@ def test_tensorrt_llm(recipe: str) -> None:
             algorithm=ep.Algorithm.LOW_LATENCY, num_experts=EXPERTS, max_dispatch_tokens_per_rank=MOST,
             max_recv_tokens_per_rank=MOST_ROWS, max_token_bytes=2 * HIDDEN,
         )  # fmt: skip
-        owner = ep.Group.create(comm, config, device="cpu")
+        owner = ep.Group.create(comm, config, device=DEVICE)
         width = {"bf16": HIDDEN, "fp8_bytes": HIDDEN // 2, "nvfp4": HIDDEN // 4}[recipe]
         rows = torch.empty(RANKS, MOST, width, dtype=torch.bfloat16)
         ids = torch.empty(RANKS, MOST, TOPK, dtype=torch.int32)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 from typing import Any
 
 import pytest
@@ -27,6 +26,7 @@ from tests.nvidia.tokens import (
     tokens_of,
 )
 from tests.support.patience import PATIENCE
+from tests.support.ranks import DEVICE, same_for_all
 
 HT = ep.Algorithm.HIGH_THROUGHPUT
 
@@ -92,7 +92,7 @@ def test_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_ranks_meet_by_a_unique_id() -> None:
     """As of MPI programs: one makes the id, the others get its 128 bytes."""
-    data = bytes(get_unique_id())
+    data = same_for_all(bytes(get_unique_id()))
     assert len(data) == 128
 
     def body(group: Any) -> int:
@@ -102,12 +102,12 @@ def test_ranks_meet_by_a_unique_id() -> None:
         config = ep.GroupConfig(
             num_experts=EXPERTS, max_dispatch_tokens_per_rank=MOST, max_token_bytes=2 * HIDDEN
         )  # fmt: skip
-        owner = ep.Group.create(again, config, device="cpu")
+        owner = ep.Group.create(again, config, device=DEVICE)
         owner.destroy()
         comm.finalize()
         comm.destroy()
         with pytest.raises(nccl_ep.UsageError, match="the communicator was destroyed"):
-            ep.Group.create(comm, config, device="cpu")
+            ep.Group.create(comm, config, device=DEVICE)
         return owner.buffer.num_ranks
 
     assert run_ranks(RANKS, body) == [RANKS] * RANKS
@@ -222,20 +222,18 @@ def exchange(owner: ep.Group, rank: int) -> int:
 
 
 def test_masks_are_1_for_active_ranks() -> None:
-    left, back = threading.Barrier(RANKS), threading.Barrier(RANKS)
-
     def body(group: Any) -> list[Any]:
         rank = group.rank()
         owner = made_group(group, enable_mask=True, timeout_ns=int(PATIENCE * 1e9))
         seen: list[Any] = [masks_of(owner)]
-        mask = torch.ones(RANKS, dtype=torch.int32)
+        mask = torch.ones(RANKS, dtype=torch.int32, device="cpu")  # on the host
         mask[1 - rank] = 0
-        left.wait(PATIENCE)
+        group.allgather(b"asked", PATIENCE)
         owner.mask_update(mask.data_ptr(), stream=0)
         seen += [masks_of(owner), exchange(owner, rank), owner.get_async_error()]
         with pytest.raises(nccl_ep.UsageError, match="ranks do not come back one by one"):
-            owner.mask_update(torch.ones(RANKS, dtype=torch.int32), stream=0)
-        back.wait(PATIENCE)
+            owner.mask_update(torch.ones(RANKS, dtype=torch.int32, device="cpu"), stream=0)
+        group.allgather(b"left", PATIENCE)
         owner.mask_clean(stream=0)
         seen += [masks_of(owner), exchange(owner, rank)]
         owner.destroy()
@@ -265,8 +263,8 @@ def test_masks_that_are_refused() -> None:
             owner.get_async_error()
     with alone(enable_mask=True) as owner:
         with pytest.raises(ValueError, match=r"mask\[0\] is 0: a rank cannot mask itself"):
-            owner.mask_update(torch.zeros(1, dtype=torch.int32))
+            owner.mask_update(torch.zeros(1, dtype=torch.int32, device="cpu"))
         with pytest.raises(ValueError, match=r"mask\[0\] is 2, must be 0 or 1"):
-            owner.mask_update(torch.full((1,), 2, dtype=torch.int32))
+            owner.mask_update(torch.full((1,), 2, dtype=torch.int32, device="cpu"))
         with pytest.raises(ValueError, match=r"the mask is torch\.int64 \[1\], must be contiguous int32 \[1\]"):
             owner.mask_query(torch.zeros(1, dtype=torch.int64))

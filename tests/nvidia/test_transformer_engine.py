@@ -19,6 +19,7 @@ from nccl_ep.integrations import transformer_engine_ep
 from nccl_ep.testing import run_ranks
 from tests.deep_ep.test_install import python
 from tests.nvidia.tokens import EXPERTS, HIDDEN, LOCAL, MOST, RANKS, TOPK, rows_of_expert, tokens_of
+from tests.support.ranks import DEVICE
 
 ROOM = 64
 
@@ -36,7 +37,7 @@ def provider(rank: int) -> Any:
 def bootstrap(te_ep: Any, group: Any, **options: Any) -> None:
     te_ep.ep_bootstrap(
         group, num_experts=EXPERTS, max_tokens_per_rank=MOST, hidden_dim=HIDDEN, max_num_sms=0,
-        **({"recv_capacity_per_rank": ROOM, "zero_copy": False, "device": "cpu"} | options),
+        **({"recv_capacity_per_rank": ROOM, "zero_copy": False, "device": DEVICE} | options),
     )  # fmt: skip
 
 

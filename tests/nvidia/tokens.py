@@ -12,6 +12,7 @@ import torch
 from nccl_ep import nvidia as ep
 from nccl_ep.bootstrap import SoloRendezvous
 from nccl_ep.nvidia.communicator import get_nccl_comm_from_group
+from tests.support.ranks import DEVICE
 
 RANKS, EXPERTS, HIDDEN, TOPK, MOST = 2, 8, 512, 3, 6
 LOCAL = EXPERTS // RANKS
@@ -74,7 +75,7 @@ def made_group(group: Any, **options: Any) -> ep.Group:
     sizes: dict[str, Any] = {
         "num_experts": EXPERTS, "max_dispatch_tokens_per_rank": MOST, "max_token_bytes": 2 * HIDDEN,
     }  # fmt: skip
-    return ep.Group.create(get_nccl_comm_from_group(group), ep.GroupConfig(**(sizes | options)), device="cpu")
+    return ep.Group.create(get_nccl_comm_from_group(group), ep.GroupConfig(**(sizes | options)), device=DEVICE)
 
 
 @contextlib.contextmanager
