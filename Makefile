@@ -25,6 +25,7 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 PYTHON ?= python3
 JOBS ?= $(shell nproc)
 CMAKE_FLAGS ?=
+ARCHS ?= 90a
 NCCL_EP_CUDA ?= $(if $(wildcard /dev/nvidia[0-9]*),AUTO,OFF)
 FUZZ_SECONDS ?= 600
 FUZZ_SEED ?=
@@ -45,6 +46,7 @@ test: build
 	python $(quick_tests)
 
 test-all: export NCCL_EP_TEST_ALL := 1
+test-all: ARCHS := all
 test-all: build kernels newest frameworks tsan asan fuzz emulated wheel
 	$(ctest) build/dev
 	python -m pytest
@@ -96,11 +98,13 @@ c: build/dev/build.ninja
 	$(call build_in,dev,ncclep)
 
 # Everything that stands on CUDA, for a machine that has nvcc and need not have a GPU; the extension stays in there.
+# ARCHS: of kernels, as NCCL_EP_CUDA_ARCHS. Their machine code is held against what is meant.
 kernels: .venv/ready
-	cmake -S . -B build/$@ -G Ninja -DNCCL_EP_CUDA=ON -DNCCL_EP_IN_PLACE=OFF \
+	cmake -S . -B build/$@ -G Ninja -DNCCL_EP_CUDA=ON -DNCCL_EP_IN_PLACE=OFF "-DNCCL_EP_CUDA_ARCHS=$(ARCHS)" \
 	    -DPython_EXECUTABLE=$(CURDIR)/.venv/bin/python $(CMAKE_FLAGS)
 	$(call build_in,$@,_C ncclep cuda_tests)
 	$(ctest) build/$@ -R 'Arena|exports'
+	python tools/check_kernels.py build/$@/libep_cuda.a
 
 # The C++ tests in build/$(1) under the sanitizer $(2).
 define build_sanitized

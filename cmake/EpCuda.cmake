@@ -1,21 +1,49 @@
-# Decides whether the CUDA backend is built. Sets EP_WITH_CUDA and, with it, EP_NCCL_INCLUDE_DIR.
+# Decides whether the CUDA backend is built. Sets EP_WITH_CUDA and, with it, EP_NCCL_INCLUDE_DIR and NCCL_EP_CUDA_ARCHS.
 # The build machine's GPU is never looked at.
 
 set(EP_WITH_CUDA OFF)
 set(no_cuda)
+
+# Hopper; B200 and GB200; B300 and GB300; workstations and RTX.
+set(all_archs 90a 100a 103a 120a)
+# Of them, those that this nvcc compiles for.
+function(ep_find_archs nvcc found)
+  execute_process(COMMAND ${nvcc} --list-gpu-arch OUTPUT_VARIABLE listed RESULT_VARIABLE status)
+  set(served)
+  foreach(arch IN LISTS all_archs)
+    string(REGEX REPLACE "a$" "" number ${arch})
+    if(listed MATCHES "compute_${number}\n")
+      list(APPEND served ${arch})
+    endif()
+  endforeach()
+  if(NOT served)
+    message(FATAL_ERROR "${nvcc} --list-gpu-arch (status ${status}) has none of ${all_archs}: set NCCL_EP_CUDA_ARCHS.")
+  endif()
+  set(${found} ${served} PARENT_SCOPE)
+endfunction()
 
 if(NCCL_EP_CUDA STREQUAL "OFF")
   set(no_cuda "NCCL_EP_CUDA is OFF")
 elseif(NCCL_EP_BUILD_PYTHON AND NOT EP_TORCH_CUDA)
   set(no_cuda "the installed torch is built without CUDA")
 else()
-  list(TRANSFORM NCCL_EP_CUDA_ARCHS APPEND "-real" OUTPUT_VARIABLE CMAKE_CUDA_ARCHITECTURES)  # machine code, no PTX
   if(NOT DEFINED ENV{CUDACXX} AND NOT CMAKE_CUDA_COMPILER)
     find_program(EP_NVCC nvcc HINTS ENV CUDA_HOME ENV CUDA_PATH PATHS /usr/local/cuda PATH_SUFFIXES bin)
     if(EP_NVCC)
       set(CMAKE_CUDA_COMPILER ${EP_NVCC})
     endif()
   endif()
+  if(NCCL_EP_CUDA_ARCHS STREQUAL "all")
+    set(NCCL_EP_CUDA_ARCHS ${all_archs})
+    set(nvcc ${CMAKE_CUDA_COMPILER})
+    if(NOT nvcc)
+      set(nvcc $ENV{CUDACXX})
+    endif()
+    if(nvcc)
+      ep_find_archs(${nvcc} NCCL_EP_CUDA_ARCHS)
+    endif()
+  endif()
+  list(TRANSFORM NCCL_EP_CUDA_ARCHS APPEND "-real" OUTPUT_VARIABLE CMAKE_CUDA_ARCHITECTURES)  # machine code, no PTX
   include(CheckLanguage)
   check_language(CUDA)
   if(NOT CMAKE_CUDA_COMPILER)

@@ -24,7 +24,6 @@ WORK = ROOT / "build/wheels"
 OLDEST = (2, 11)
 OLDEST_PYTHON = 10  # of Python 3
 GIN_NCCL = ("2.30.7", "2.31.2")  # csrc/transport/nccl/gin/releases.h
-ARCHITECTURES = "90a"
 NOT_INSIDE = ("libc10*", "libtorch*", "libcuda.so*")  # torch's, and the driver
 
 
@@ -91,7 +90,7 @@ def build(bare: Path, torch: str, headers: str, tools: Path) -> None:
     for folder in (WORK / "built", WORK / "repaired"):
         shutil.rmtree(folder, ignore_errors=True)
     run(bare / "python", "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", WORK / "built", ".",
-        NCCL_EP_CUDA="ON", NCCL_EP_CUDA_ARCHS=ARCHITECTURES, NCCL_EP_GIN_NCCL_INCLUDE_DIRS=headers,
+        NCCL_EP_CUDA="ON", NCCL_EP_GIN_NCCL_INCLUDE_DIRS=headers,
         NCCL_EP_GLIBC_STUBS=str(WORK / "stubs"))  # fmt: skip
     (built,) = (WORK / "built").glob("*.whl")
     excluded = [each for name in NOT_INSIDE for each in ("--exclude", name)]

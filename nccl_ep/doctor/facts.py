@@ -16,6 +16,7 @@ import torch
 
 import nccl_ep
 from nccl_ep import _C
+from nccl_ep.extension import parse_build
 
 # CUdevice_attribute, by the fields of Gpu
 ATTRIBUTES = {"vmm": 102, "posix_handles": 103, "fabric_handles": 128, "rdma_with_vmm": 110, "dma_buf": 124}
@@ -45,6 +46,7 @@ class Facts:
     torch_nccl: str = ""  # that comes with this torch
     library: str = ""
     library_cuda: bool = False
+    architectures: str = ""  # that the library has kernels for: "90a 100a"
     nccl: dict[str, str] = field(default_factory=dict)
     driver: str = ""
     driver_cuda: str = ""
@@ -226,6 +228,7 @@ def collect() -> Facts:
         torch_nccl=_torch_nccl(),
         library=nccl_ep.__version__,
         library_cuda=_C.has_cuda(),
+        architectures=parse_build(_C.BUILD)["architectures"],
         nccl=_C.nccl_info(),
         driver=_run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").strip().split("\n")[0],
         driver_cuda=_driver_cuda(),

@@ -141,9 +141,9 @@ def _judge_gpus(facts: Facts, problem: Any, note: Any) -> None:
         if gpu.capability < _OLDEST_CAPABILITY:
             problem(f"GPU {index}, {gpu.name}, has compute capability {gpu.capability[0]}.{gpu.capability[1]}; the "
                     "kernels are for 9.0", "a Hopper GPU or newer; hide others with CUDA_VISIBLE_DEVICES")  # fmt: skip
-        elif gpu.capability[0] > _OLDEST_CAPABILITY[0] and facts.library_cuda:
-            note(f"GPU {index}, {gpu.name}, is newer than the default build",
-                 f"build with NCCL_EP_CUDA_ARCHS='90a;{gpu.capability[0]}{gpu.capability[1]}a'")  # fmt: skip
+        elif facts.library_cuda and (needed := "{}{}a".format(*gpu.capability)) not in facts.architectures.split():
+            note(f"GPU {index}, {gpu.name}, needs kernels for {needed}; this build has them for {facts.architectures}",
+                 f"build with NCCL_EP_CUDA_ARCHS='90a;{needed}'")  # fmt: skip
         if not (gpu.vmm and gpu.posix_handles):
             problem(f"GPU {index}, {gpu.name}, cannot share memory by cuMem (virtual memory management)",
                     "a newer driver; in a virtual machine, a GPU that is passed through whole")  # fmt: skip

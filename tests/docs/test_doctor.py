@@ -42,7 +42,7 @@ def machine(gpus: int = 4) -> Facts:
     pairs = {f"{a}-{b}": "NV18" for a in range(gpus) for b in range(a + 1, gpus)}
     return Facts(
         system="Linux", python="3.12", torch="2.11.0", torch_cuda="13.0", torch_nccl="2.28.9", library="0.1.0",
-        library_cuda=True,
+        library_cuda=True, architectures="90a",
         nccl={"compiled": "2.28.9", "loaded": "2.28.9", "path": "libnccl.so.2", "problem": ""}, driver="580.1",
         driver_cuda="13.0", gpus=[Gpu("NVIDIA H200", (9, 0), 132, 139.8) for _ in range(gpus)], pairs=pairs,
         pairs_from="NVML", cuda_graphs=True, shm_bytes=1 << 30,
@@ -246,7 +246,7 @@ def test_notes_are_no_problems() -> None:
         ({"shm_bytes": 32 << 20}, "/dev/shm has 32 MiB"),
         ({"shm_bytes": None}, "/dev/shm is not there"),
         ({"pairs": {"0-1": "peer access"}}, "whether by NVLink or PCIe"),
-        ({"gpus": [Gpu("NVIDIA B200", (10, 0), 148, 180.0)] * 4}, "newer than the default build"),
+        ({"gpus": [Gpu("NVIDIA B200", (10, 0), 148, 180.0)] * 4}, "needs kernels for 100a; this build has"),
         ({"environment": {"NCCL_CUMEM_ENABLE": "1"}}, ""),
     ):
         facts = machine()

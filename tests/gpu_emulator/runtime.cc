@@ -60,16 +60,19 @@ cudaError_t cudaDeviceGetPCIBusId(char* text, int bytes, int device) {
   std::snprintf(text, bytes, "emulated %d", device);
   return cudaSuccess;
 }
-// As sm_90, but for the SMs.
+// As sm_90, but for the SMs. Tests choose these, and the shared memory of a block.
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  if (attribute != cudaDevAttrMultiProcessorCount) {
-    *value = attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin ? 227 * 1024
-             : attribute == cudaDevAttrComputeCapabilityMajor     ? 9
-                                                                  : 0;
-    return cudaSuccess;
+  const auto chosen = [](const char* name, int otherwise) {
+    const char* text = std::getenv(name);
+    return text != nullptr ? std::atoi(text) : otherwise;
+  };
+  if (attribute == cudaDevAttrMultiProcessorCount) {
+    *value = chosen("NCCL_EP_EMULATOR_SMS", 4);
+  } else if (attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin) {
+    *value = chosen("NCCL_EP_EMULATOR_SHARED_KB", 227) * 1024;
+  } else {
+    *value = attribute == cudaDevAttrComputeCapabilityMajor ? 9 : 0;
   }
-  const char* text = std::getenv("NCCL_EP_EMULATOR_SMS");
-  *value = text != nullptr ? std::atoi(text) : 4;
   return cudaSuccess;
 }
 cudaError_t cudaMalloc(void** memory, size_t bytes) { return allocate(memory, bytes); }

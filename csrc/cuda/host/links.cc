@@ -71,7 +71,7 @@ bool Links::ends_early(const LlRail& rail, const Arch& arch) const {
 // links.
 Launch<LlCombineParams> Links::launch_of_added_rows(const LlCombineParams& params, const LlRail& rail, int tokens,
                                                     const Arch& arch, int others) const {
-  check_served(params);
+  check_served(params, arch);
   LlPlan plan = plan_of(params, tokens, arch.with_sms(std::max(ends_early(rail, arch) ? arch.num_sms : others, 2)));
   plan.sender_blocks = plan.receiver_block0 =
       std::max(plan.sender_blocks * (topology_.domain_size - 1) / (topology_.num_ranks - 1), 1);

@@ -28,7 +28,7 @@ HtPlan plan_of(const HtCombineParams& p, int, const Arch& arch) {
 
 HtCombineGeometry geometry_of(const HtCombineParams& p, const HtPlan& plan) { return HtCombineGeometry::of(p, plan); }
 
-void check_served(const HtCombineParams& p) { check_ht_ranks(p.offsets.topology); }
+void check_served(const HtCombineParams& p, const Arch&) { check_ht_ranks(p.offsets.topology); }
 
 void load_ht_combine_kernels() {
   for_all_types([](auto types) {

@@ -31,7 +31,7 @@ HtWork work_of(const HtDispatchParams& p, const HtSendGeometry& shapes) {
 
 Launch<HtDispatchParams> launch_of(const HtDispatchParams& p, int, const Arch& arch) {
   check_ht_ranks(p.offsets.topology);
-  const HtSendGeometry shapes = HtSendGeometry::shapes_of(p);
+  const HtSendGeometry shapes = HtSendGeometry::shapes_of(p, arch.stage_bytes());
   const HtWork work = work_of(p, shapes);
   const int own_sms = p.options.num_sms == 0 ? default_ht_sms(work, arch, p.shape.num_ranks <= 2) : arch.num_sms;
   const HtPlan plan =
@@ -39,8 +39,9 @@ Launch<HtDispatchParams> launch_of(const HtDispatchParams& p, int, const Arch& a
   HtPlan largest = plan;  // whether it is served depends on no number of SMs
   largest.workers = most_ht_workers(shapes.stage_bytes, work, arch);
   const int bytes = HtSendGeometry::of(p, largest, shapes).bytes;
-  EP_CHECK(bytes <= kMaxSharedBytes, p.shape.num_experts, " experts and rows of ", p.parts[0].bytes, " bytes need ",
-           bytes, " bytes of shared memory, high throughput on CUDA has ", kMaxSharedBytes);
+  EP_CHECK(bytes <= arch.dynamic_bytes(), p.shape.num_experts, " experts and rows of ", p.parts[0].bytes,
+           " bytes need ", bytes, " bytes of shared memory, high throughput has ", arch.dynamic_bytes(),
+           " on this GPU");
   return {plan, HtSendGeometry::of(p, plan, shapes)};
 }
 

@@ -19,12 +19,12 @@ NoGeometry geometry_of(const LlCombineWeightsParams& params, const LlPlan& plan)
 HtRouteGeometry geometry_of(const HtRouteParams& params, const HtPlan& plan);
 HtCombineGeometry geometry_of(const HtCombineParams& params, const HtPlan& plan);
 
-// Refuses what these kernels cannot serve, with the values.
-void check_served(const LlDispatchParams& params);
-void check_served(const LlCombineParams& params);
-void check_served(const LlCombineWeightsParams& params);
-void check_served(const HtRouteParams& params);
-void check_served(const HtCombineParams& params);
+// Refuses what these kernels cannot serve on such a GPU, with the values.
+void check_served(const LlDispatchParams& params, const Arch& arch);
+void check_served(const LlCombineParams& params, const Arch& arch);
+void check_served(const LlCombineWeightsParams& params, const Arch& arch);
+void check_served(const HtRouteParams& params, const Arch& arch);
+void check_served(const HtCombineParams& params, const Arch& arch);
 
 // All of it at once: checked, planned, worked out.
 template <class Params>
@@ -34,7 +34,7 @@ struct Launch {
 };
 template <class Params>
 Launch<Params> launch_of(const Params& params, int tokens, const Arch& arch) {
-  check_served(params);
+  check_served(params, arch);
   const auto plan = plan_of(params, tokens, arch);
   return {plan, geometry_of(params, plan)};
 }

@@ -13,7 +13,7 @@
 
 namespace ep {
 
-constexpr int kMaxSharedBytes = 220 * 1024;
+constexpr int kMaxSharedBytes = Arch{}.dynamic_bytes();  // of a block, on any GPU
 
 // Calls kernel(args) with `blocks` blocks; `args` is one kernel parameter.
 template <class Kernel, class... Args>
@@ -32,12 +32,16 @@ void launch_kernel(Kernel kernel, int blocks, int threads, int shared_bytes, boo
   EP_CUDA(cudaLaunchKernelEx(&config, kernel, args...));
 }
 
-// Loads a kernel into the GPU and allows it `shared_bytes` of dynamic shared memory.
+// Loads a kernel into the GPU and allows it `shared_bytes` of dynamic shared memory, or what the GPU has.
 template <class Kernel>
 void load_kernel(Kernel kernel, int shared_bytes) {
   cudaFuncAttributes attributes;
   EP_CUDA(cudaFuncGetAttributes(&attributes, kernel));
   if (shared_bytes > 48 * 1024) {
+    int device = 0, most = 0;
+    EP_CUDA(cudaGetDevice(&device));
+    EP_CUDA(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+    shared_bytes = std::min(shared_bytes, most - static_cast<int>(attributes.sharedSizeBytes));
     EP_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
   }
 }

@@ -14,8 +14,10 @@ struct Arch {
     arch.num_sms = count;
     return arch;
   }
-  // Of a block of high throughput, for stages of rows. The rest holds tables, and what CUDA reserves.
-  int stage_bytes() const { return shared_bytes - 27 * 1024; }
+  // Of a block, for all that is sized at its launch.
+  constexpr int dynamic_bytes() const { return shared_bytes - 7 * 1024; }
+  // Of a block of high throughput, for stages and rings of rows. The rest holds tables.
+  constexpr int stage_bytes() const { return dynamic_bytes() - 20 * 1024; }
 };
 
 }  // namespace ep

@@ -14,6 +14,7 @@ HtPlan plan_ht_route(const Arch& arch) {
   HtPlan plan;
   plan.blocks = std::min(arch.num_sms, kHtRouteBlocks);
   plan.warps = plan.workers = 32;
+  plan.shared_bytes = arch.stage_bytes();
   return plan;
 }
 
@@ -38,6 +39,7 @@ HtPlan plan_ht_dispatch(int stage_bytes, HtWork work, int num_ranks, const Arch&
   const int num_sms = arch.num_sms;
   HtPlan plan;
   plan.blocks = num_sms;
+  plan.shared_bytes = arch.stage_bytes();
   if (work.copies) {
     plan.chunks = kHtChunks;
     // Where links fill up, a block's copies wait behind its stores. Between two ranks few blocks do not fill them.
@@ -61,13 +63,16 @@ HtPlan plan_ht_combine(HtWork work, int num_ranks, const Arch& arch) {
   constexpr int kMaxWarps = 24, kWarpBytes = 8192;  // of rings
   HtPlan plan;
   plan.blocks = num_sms;
+  plan.shared_bytes = arch.stage_bytes();
+  const int most = std::clamp(plan.shared_bytes / kWarpBytes, 2, kMaxWarps);
   if (work.copies) {
-    plan.warps = kMaxWarps;
-    plan.workers = work.adds ? (num_ranks > 2 ? 7 : 6) : 11;
+    plan.warps = most;
+    plan.workers = std::max(1, (work.adds ? (num_ranks > 2 ? 7 : 6) : 11) * most / kMaxWarps);
     plan.chunks = kHtChunks;
     plan.unit_pieces = num_ranks > 2 ? 4 : 0;
   } else {
-    plan.warps = plan.workers = std::clamp(UnderWay{1.2e6, 1.2e6}.warps(num_ranks, num_sms, kWarpBytes), 8, kMaxWarps);
+    plan.warps = plan.workers =
+        std::clamp(UnderWay{1.2e6, 1.2e6}.warps(num_ranks, num_sms, kWarpBytes), std::min(8, most), most);
     // Parts, so that warps end together; but each costs as much as some rows, and of few ranks tokens have few.
     plan.unit_pieces = num_ranks > 2 ? 2 : 0;
   }
@@ -83,7 +88,7 @@ std::string describe(const HtPlan& plan) {
   const std::string senders = plan.senders == 0 ? "all" : concat("[0, ", plan.senders, ")");
   return concat(plan.blocks, " blocks of ", plan.warps, " warps: in blocks ", senders, " ", plan.workers,
                 " warps move rows; chunks: ", plan.chunks, ", pieces of a unit: ", plan.unit_pieces,
-                plan.pdl ? ", programmatic launch" : "");
+                "; shared memory for rows: ", plan.shared_bytes / 1024, " KB", plan.pdl ? ", programmatic launch" : "");
 }
 
 }  // namespace ep

@@ -17,6 +17,7 @@ struct HtPlan {
   int senders = 0;      // dispatch: blocks [0, senders) have workers alone, the others helpers; 0: all have both
   int unit_pieces = 0;  // combine: pieces of a row that a warp takes of a token at a time; 0: all
   bool pdl = false;     // programmatic dependent launch
+  int shared_bytes = Arch{}.stage_bytes();  // of a block: for stages, rings or counters
 
   EP_HD int threads() const { return warps * 32; }
   EP_HD int workers_of(int block) const { return senders == 0 || block < senders ? workers : 0; }

@@ -40,27 +40,33 @@ TEST(HtChunks, EveryIndexLiesInOne) {
   }
 }
 
+constexpr int kSharedBytes = Arch{}.stage_bytes();
+
 TEST(HtSendGeometry, PassesHoldAllPartsOnce) {
-  for (const std::vector<int>& bytes : std::vector<std::vector<int>>{
-           {14336}, {14336, 224}, {16}, {65536, 65536, 65536, 65536}, {65536, 32768, 16, 65536}, {128, 92, 64}}) {
-    const HtDispatchParams p = dispatch_of(bytes);
-    const HtPlan plan = plan_ht_dispatch(HtSendGeometry::shapes_of(p).stage_bytes, {}, 4, sm_90(12));
-    const HtSendGeometry g = HtSendGeometry::of(p, plan, HtSendGeometry::shapes_of(p));
-    ASSERT_GE(g.passes, 1);
-    EXPECT_EQ(g.units, p.num_tokens * g.passes);
-    EXPECT_EQ(g.first_part[0], 0);
-    EXPECT_EQ(g.first_part[g.passes], p.num_parts);
-    EXPECT_EQ(g.tables_at, plan.workers * g.stage_bytes);
-    EXPECT_LE(g.tables_at, kHtSharedBytes);
-    for (int pass = 0; pass < g.passes; pass++) {
-      ASSERT_LT(g.first_part[pass], g.first_part[pass + 1]) << "pass " << pass << " moves nothing";
-      int end = 0;
-      for (int i = g.first_part[pass]; i < g.first_part[pass + 1]; i++) {
-        EXPECT_EQ(g.stage_offset[i] % 16, 0);
-        EXPECT_GE(g.stage_offset[i], end) << "part " << i << " lies over the one before";
-        end = g.stage_offset[i] + p.parts[i].bytes;
+  for (const Arch& arch : {sm_90(12), sm_120().with_sms(12)}) {
+    for (const std::vector<int>& bytes : std::vector<std::vector<int>>{
+             {14336}, {14336, 224}, {16}, {65536, 65536, 65536, 65536}, {65536, 32768, 16, 65536}, {128, 92, 64}}) {
+      const HtDispatchParams p = dispatch_of(bytes);
+      const HtSendGeometry shapes = HtSendGeometry::shapes_of(p, arch.stage_bytes());
+      const HtPlan plan = plan_ht_dispatch(shapes.stage_bytes, {}, 4, arch);
+      const HtSendGeometry g = HtSendGeometry::of(p, plan, shapes);
+      ASSERT_GE(g.passes, 1);
+      EXPECT_EQ(g.units, p.num_tokens * g.passes);
+      EXPECT_EQ(g.first_part[0], 0);
+      EXPECT_EQ(g.first_part[g.passes], p.num_parts);
+      EXPECT_EQ(g.tables_at, plan.workers * g.stage_bytes);
+      EXPECT_LE(g.tables_at, plan.shared_bytes);
+      EXPECT_LE(g.bytes, arch.dynamic_bytes());
+      for (int pass = 0; pass < g.passes; pass++) {
+        ASSERT_LT(g.first_part[pass], g.first_part[pass + 1]) << "pass " << pass << " moves nothing";
+        int end = 0;
+        for (int i = g.first_part[pass]; i < g.first_part[pass + 1]; i++) {
+          EXPECT_EQ(g.stage_offset[i] % 16, 0);
+          EXPECT_GE(g.stage_offset[i], end) << "part " << i << " lies over the one before";
+          end = g.stage_offset[i] + p.parts[i].bytes;
+        }
+        EXPECT_LE(end, g.stage_bytes);
       }
-      EXPECT_LE(end, g.stage_bytes);
     }
   }
 }
@@ -80,23 +86,24 @@ TEST(HtSendGeometry, OnlyAlignedRowsGoByBulkCopies) {
 
 TEST(HtSendGeometry, KnowsWhoHasCopiesToMake) {
   HtDispatchParams p = dispatch_of({64});
-  EXPECT_FALSE(HtSendGeometry::shapes_of(p).has_copies(p.output.layout));
+  EXPECT_FALSE(HtSendGeometry::shapes_of(p, kSharedBytes).has_copies(p.output.layout));
   p.output.layout = OutputLayout::kPacked;
-  EXPECT_TRUE(HtSendGeometry::shapes_of(p).has_copies(p.output.layout));
+  EXPECT_TRUE(HtSendGeometry::shapes_of(p, kSharedBytes).has_copies(p.output.layout));
   p.output.layout = OutputLayout::kFlat;
   p.parts[0].out_offset = kNoOffset;
-  EXPECT_TRUE(HtSendGeometry::shapes_of(p).has_copies(p.output.layout));
+  EXPECT_TRUE(HtSendGeometry::shapes_of(p, kSharedBytes).has_copies(p.output.layout));
 }
 
 TEST(HtRouteGeometry, SharesCoverAllTokensAndFitTheMemory) {
-  for (int blocks : {1, 2, 12, 132}) {
+  for (const Arch& arch : {sm_90(1), sm_90(2), sm_90(12), sm_90(), sm_120()}) {
     for (int tokens : {0, 1, 33, 4096, 65536}) {
       for (int topk : {1, 7, 8, 32}) {
         for (int experts : {64, 256, 1024, 4096, 10048}) {
+          if (arch.compute == 120 && experts > 1024) continue;  // refused
           HtRouteParams p{dispatch_of({64}, tokens)};
           p.shape = Shape::make(64, experts, topk, 65536);
-          const HtPlan plan = plan_ht_route(sm_90(blocks));
-          EXPECT_LE(plan.blocks, std::min(blocks, kHtRouteBlocks));
+          const HtPlan plan = plan_ht_route(arch);
+          EXPECT_LE(plan.blocks, std::min(arch.num_sms, kHtRouteBlocks));
           const HtRouteGeometry g = HtRouteGeometry::of(p, plan);
           EXPECT_GE(g.chunk_tokens * plan.blocks, tokens);
           ASSERT_GE(g.place_warps, 1);
@@ -104,7 +111,7 @@ TEST(HtRouteGeometry, SharesCoverAllTokensAndFitTheMemory) {
           EXPECT_GE(g.place_warps * g.warp_tokens, g.chunk_tokens);
           EXPECT_EQ(g.warp_tokens % g.step_tokens, 0);
           EXPECT_LE(g.step_tokens * topk, 32);
-          EXPECT_LE(g.bytes, kHtSharedBytes);
+          EXPECT_LE(g.bytes, plan.shared_bytes);
           if (experts == 256) {
             EXPECT_EQ(g.place_warps, 31);
           }
@@ -135,7 +142,7 @@ TEST(HtPlan, FitsTheKernelsLimits) {
           EXPECT_GE(plan.workers, 1);
           EXPECT_LE(plan.workers, plan.warps);
           EXPECT_LE(plan.workers, most_ht_workers(stage, work, sm_90()));
-          EXPECT_LE(plan.workers * stage, std::max(stage, kHtSharedBytes));
+          EXPECT_LE(plan.workers * stage, std::max(stage, kSharedBytes));
           EXPECT_LE(plan.threads(), 896);
           EXPECT_EQ(plan.chunks, work.copies ? kHtChunks : 1);
           EXPECT_GT(plan.helpers(), work.copies ? 1 : 0) << "one waits for rows, others copy";
@@ -182,6 +189,14 @@ TEST(HtPlan, FitsTheKernelsLimits) {
     const HtCombineGeometry g = HtCombineGeometry::of(p, plan_ht_combine({}, ranks, sm_90(12)));
     EXPECT_EQ(g.units, p.num_tokens * (ranks > 2 ? 4 : 1)) << ranks;
     EXPECT_EQ(1 << g.rank_bits, std::bit_ceil(static_cast<unsigned>(ranks))) << ranks;
+  }
+  for (HtWork work : {HtWork{}, HtWork{.copies = true}, HtWork{.copies = true, .adds = true}}) {
+    for (int ranks : {1, 2, 64}) {
+      const HtPlan plan = plan_ht_combine(work, ranks, sm_120());
+      EXPECT_GE(plan.workers, 1);
+      EXPECT_EQ(plan.helpers() > 0, work.copies);
+      EXPECT_LE(plan.warps * HtCombineGeometry::kRingBytes, plan.shared_bytes);
+    }
   }
   EXPECT_EQ(default_ht_sms({}, sm_90()), 12);
   EXPECT_EQ(default_ht_sms({}, sm_90(), true), 16);

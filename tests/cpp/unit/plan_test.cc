@@ -72,10 +72,33 @@ TEST(Plan, IsPrinted) {
       "132 blocks of 16 warps: blocks [0, 32) send with 4 warps, blocks [32, 132) receive with 16 warps from warp "
       "0; steps of a piece: 4, groups of senders: 1");
   EXPECT_EQ(describe(plan_ht_dispatch(14336, {.copies = true}, 4, sm_90(32))),
-            "32 blocks of 28 warps: in blocks [0, 10) 8 warps move rows; chunks: 16, pieces of a unit: 0");
+            "32 blocks of 28 warps: in blocks [0, 10) 8 warps move rows; chunks: 16, pieces of a unit: 0; "
+            "shared memory for rows: 200 KB");
   RailPlan links = plan_rail({.others = 1, .row_channels = 8, .num_tokens = 128, .row_bytes = 14336}, sm_90());
   links.sum_blocks = 3;
   EXPECT_EQ(describe(links), "for links 1 blocks send, 1 forward, 3 add up; slices of a channel: 1");
+}
+
+// B200 has more SMs, and nothing else is different; an RTX GPU has less shared memory, too.
+TEST(Plan, FollowsTheArchitecture) {
+  EXPECT_EQ(
+      describe(plan_dispatch({128, 14336, false}, sm_100())),
+      "148 blocks of 16 warps: blocks [0, 36) send with 4 warps, blocks [36, 148) receive with 16 warps from warp "
+      "0; steps of a piece: 4, groups of senders: 1");
+  EXPECT_EQ(plan_dispatch({128, 14336, false}, sm_120()).blocks, 188);
+  EXPECT_EQ(plan_combine({128, 7168, false}, sm_100()).sender_blocks, 67);
+  EXPECT_EQ(plan_combine({128, 7168, false}, sm_120()).sender_blocks, 85);
+  EXPECT_EQ(describe(plan_ht_dispatch(14336, {.copies = true}, 4, sm_100().with_sms(32))),
+            describe(plan_ht_dispatch(14336, {.copies = true}, 4, sm_90(32))));
+  EXPECT_EQ(describe(plan_ht_dispatch(14336, {.copies = true}, 4, sm_120().with_sms(32))),
+            "32 blocks of 28 warps: in blocks [0, 10) 5 warps move rows; chunks: 16, pieces of a unit: 0; "
+            "shared memory for rows: 72 KB");
+  EXPECT_EQ(describe(plan_ht_combine({.copies = true}, 4, sm_120().with_sms(32))),
+            "32 blocks of 9 warps: in blocks all 4 warps move rows; chunks: 16, pieces of a unit: 4; shared memory for "
+            "rows: 72 KB");
+  EXPECT_EQ(describe(plan_ht_route(sm_120())),
+            "32 blocks of 32 warps: in blocks all 32 warps move rows; chunks: 1, pieces of a unit: 0; shared memory "
+            "for rows: 72 KB");
 }
 
 // Of a GPU with less shared memory a block has fewer workers; it always has one.

@@ -204,7 +204,9 @@ struct cudaLaunchConfig_t {
   cudaLaunchAttribute* attrs = nullptr;
   unsigned numAttrs = 0;
 };
-struct cudaFuncAttributes {};
+struct cudaFuncAttributes {
+  size_t sharedSizeBytes = 0;
+};
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize, cudaFuncAttributePreferredSharedMemoryCarveout };
 
 template <class... Parameters, class... Args>

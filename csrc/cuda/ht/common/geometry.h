@@ -12,8 +12,6 @@
 
 namespace ep {
 
-constexpr int kHtSharedBytes = 200 * 1024;
-
 inline void check_ht_ranks(const Topology& topology) {
   EP_CHECK(topology.num_ranks <= kMaxCudaRanks, topology.num_ranks, " ranks, high throughput on CUDA serves ",
            kMaxCudaRanks);
@@ -46,9 +44,9 @@ struct HtRouteGeometry {
     g.counts = experts + ranks + 2;
     const int counters = 4 * g.counts;  // of a placing warp, bytes
     const int others = 2 * counters + 4 * (3 * ranks + 2 * experts + 4);
-    EP_CHECK(others + counters <= kHtSharedBytes, experts, " experts and ", ranks, " ranks need ", others + counters,
-             " bytes of shared memory, high throughput on CUDA has ", kHtSharedBytes);
-    g.place_warps = std::min(plan.warps - 1, (kHtSharedBytes - others) / counters);
+    EP_CHECK(others + counters <= plan.shared_bytes, experts, " experts and ", ranks, " ranks need ", others + counters,
+             " bytes of shared memory, high throughput has ", plan.shared_bytes, " on this GPU");
+    g.place_warps = std::min(plan.warps - 1, (plan.shared_bytes - others) / counters);
     g.step_tokens = 32 / topk;
     g.chunk_tokens = align_up(ceil_div(std::max(p.num_tokens, 1), plan.blocks), 32);
     g.shares = ceil_div(p.num_tokens, g.chunk_tokens);
@@ -77,7 +75,6 @@ struct HtSendGeometry {
   Divisor by_tokens, by_local_experts, by_topk, by_near_ranks, by_words;  // words: of a slot
   int tables_at = 0, bytes = 0;  // shared memory: stages of workers | barriers and tables
 
-  static constexpr int kStageLimit = kHtSharedBytes / 2;
   static constexpr int kBarriers = 32;  // warps of the largest block
 
   static int in_width_of(const HtPart& part) {
@@ -90,14 +87,15 @@ struct HtSendGeometry {
     return static_cast<int>(std::min<uint64_t>(bits & ~(bits - 1), 8));
   }
 
-  static HtSendGeometry shapes_of(const HtDispatchParams& p) {
+  // `shared_bytes`: HtPlan::shared_bytes. Two workers have a pass of many parts in it.
+  static HtSendGeometry shapes_of(const HtDispatchParams& p, int shared_bytes) {
     HtSendGeometry g;
     g.passes = 0;
     int filled = 0;
     for (int i = 0; i < p.num_parts; i++) {
       const HtPart& part = p.parts[i];
       const int bytes = align_up(part.bytes, 128);
-      const bool stays = i > 0 && (part.in == nullptr || filled + bytes <= kStageLimit);
+      const bool stays = i > 0 && (part.in == nullptr || filled + bytes <= shared_bytes / 2);
       if (!stays) {
         g.first_part[g.passes++] = i;
         filled = 0;
