@@ -1,4 +1,4 @@
-"""``python -m bench [ll | ht | fit | overlap | time-line]`` measures, ``plot``, ``table``, ``compare`` show,
+"""``python -m bench [ll | ht | rivals | fit | overlap | time-line]`` measures, ``plot``, ``table``, ``compare`` show,
 ``model`` computes."""
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ import sys
 
 USAGE = """usage: python -m bench [ll] [options]              measure low-latency dispatch and combine
        python -m bench ht [options]                high-throughput dispatch and combine
+       python -m bench rivals [options]            what is installed of other systems, beside ours
        python -m bench fit [FILE...] [options]     where high throughput overtakes low latency
        python -m bench overlap [options]           an operation and a GEMM at the same time
        python -m bench time-line [options]         when warps pass the phases of a kernel, in builds with stamps
@@ -27,6 +28,8 @@ def main(argv: list[str]) -> int:
         from .ll import main as run
     elif command == "ht":
         from .ht import main as run
+    elif command == "rivals":
+        from .rivals.run import main as run
     elif command == "fit":
         from .fit import main as run
     elif command == "overlap":

@@ -16,7 +16,7 @@ from . import floors, measure, operations, records
 from .measure import Effort
 from .operations import Call, Operations
 from .records import Record
-from .rivals import RIVALS
+from .rivals.torch_all_to_all import RIVALS
 from .workload import Checked, Shape, fitted, make_buffer, make_inputs
 from .world import BenchError, Skipped, World
 

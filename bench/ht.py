@@ -7,7 +7,7 @@ import argparse
 
 from . import jobs
 from .options import parse_ht
-from .rivals import TorchAllToAll
+from .rivals.torch_all_to_all import TorchAllToAll
 
 
 def make_jobs(options: argparse.Namespace) -> list[jobs.Job]:

@@ -21,7 +21,7 @@ from .configuration import Configuration, Plan
 from .ht_configuration import HtConfiguration
 from .measure import Effort
 from .records import Record
-from .rivals import TorchSymmMem
+from .rivals.torch_all_to_all import TorchSymmMem
 from .workload import Shape
 from .world import GRACE_SECONDS, BenchError, World, is_rank
 

@@ -6,7 +6,7 @@ import argparse
 
 from . import jobs
 from .options import parse
-from .rivals import TorchAllToAll, TorchSymmMem
+from .rivals.torch_all_to_all import TorchAllToAll, TorchSymmMem
 
 
 def make_jobs(options: argparse.Namespace) -> list[jobs.Job]:

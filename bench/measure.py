@@ -68,6 +68,21 @@ def event_times(world: World, call: Call, effort: Effort) -> list[float]:
     return times
 
 
+def queued_times(world: World, call: Call, effort: Effort) -> list[float]:
+    """Calls that follow one another, between the events of each: of the second half, when the queue has settled."""
+    if not world.is_cuda:
+        return event_times(world, call, effort)
+    _warm_up(world, call, effort.warm_up)
+    events = [[_timing_event() for _ in range(2)] for _ in range(2 * effort.iterations)]
+    world.gate.wait()
+    for start, end in events:
+        start.record()
+        call()
+        end.record()
+    world.synchronize()
+    return [start.elapsed_time(end) * 1e3 for start, end in events[effort.iterations :]]
+
+
 def host_times(world: World, call: Call, effort: Effort) -> list[float]:
     """Mean time that a call keeps the host, of so many that the GPU's queue does not fill up; a few such means."""
     _warm_up(world, call, effort.warm_up)

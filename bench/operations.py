@@ -117,7 +117,7 @@ def _combine_args(checked: Checked, shape: Shape, num_sms: int) -> tuple[Any, ..
     return (None, None, [], *combine_args(checked.out.handle, weighting, combined, num_sms=num_sms))
 
 
-def _chained(first: Call, second: Call) -> Call:
+def chained(first: Call, second: Call) -> Call:
     def both() -> None:
         first()
         second()
@@ -156,7 +156,7 @@ def op_operations(shape: Shape, buffer: Buffer, given: Given, checked: Checked, 
         _spoil([routed[0]])
         calls["routing"]()
         checked.require_narrow(routed[0])
-    calls |= {"dispatch": run_dispatch, "combine": run_combine, "pair": _chained(run_dispatch, run_combine)}
+    calls |= {"dispatch": run_dispatch, "combine": run_combine, "pair": chained(run_dispatch, run_combine)}
     _spoil([outputs[0], y])
     calls["pair"]()
     checked.require_same(outputs[0], y)
@@ -175,7 +175,7 @@ def op_cached(shape: Shape, buffer: Buffer, given: Given, checked: Checked, num_
     y = torch.empty_like(checked.y)
     how = (*_combine_args(checked, shape, num_sms), y)
     run_combine = partial(_ops.ht_combine_out.default, *head, checked.rows, None, *routes, *how)
-    calls: dict[str, Call] = {"dispatch": run_dispatch, "pair": _chained(run_dispatch, run_combine)}
+    calls: dict[str, Call] = {"dispatch": run_dispatch, "pair": chained(run_dispatch, run_combine)}
     _spoil([x, y])
     calls["pair"]()
     checked.require_same(x, y)

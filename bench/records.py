@@ -26,10 +26,12 @@ FIELDS = (
 # host (bench/measure_host.py): what torch.set_default_device was given.
 # wire (bench/measure_wire.py): the format of sums on their way home.
 # suite: how many tests of tests/gpu passed or were skipped, under the NCCL named. model: examples/moe_lm.
+# rivals: version of the system, and a note that its figure needs.
 # gin (tests/gpu/test_gin.py): messages of a rank to a peer, bytes of each, and what carries them.
 _MORE = (
     "cached", "alignment", "placement", "mode", "gemm", "partition", "enable_shrink", "kernel", "stamp", "first",
     "last", "messages", "bytes", "network", "nccl", "skipped", "default_device", "wire", "domain_size",
+    "version", "note",
 )  # fmt: skip
 
 

@@ -25,10 +25,10 @@ from bench import (
     overlap,
     plot,
     records,
-    rivals,
     table,
     workload,
 )
+from bench.rivals import torch_all_to_all
 from bench.world import Skipped
 from nccl_ep import reference
 from tests import ROOT
@@ -326,9 +326,9 @@ def test_rivals_sort_and_quantise_as_we_do() -> None:
     counts = torch.tensor([[2, 0, 3], [0, 0, 1], [4, 1, 0]])
     lies = [(rank, expert, i) for rank in range(3) for expert in range(3) for i in range(int(counts[rank, expert]))]
     want = sorted(range(len(lies)), key=lambda n: (lies[n][1], lies[n][0], lies[n][2]))
-    assert rivals.by_expert(counts, len(lies)).tolist() == want
+    assert torch_all_to_all.by_expert(counts, len(lies)).tolist() == want
     x = workload.make_inputs(shape())[0].x
-    quantised, scales = rivals.quantize(x)
+    quantised, scales = torch_all_to_all.quantize(x)
     theirs, their_scales = reference.quantize_fp8(x, "fp8")
     differ = quantised.contiguous().view(torch.uint8) != theirs.view(torch.uint8)
     assert differ.float().mean() < 0.01  # a factor's last bit

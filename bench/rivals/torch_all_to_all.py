@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .workload import Given, Shape
-from .world import Skipped, World
+from ..operations import Call, Operations
+from ..workload import Given, Shape
+from ..world import Skipped, World
+from .interface import Rival
 
 _GROUP, _FP8_MAX = 128, 448.0
 
@@ -207,3 +209,31 @@ class TorchSymmMem(TorchAllToAll):
 
 
 RIVALS: dict[str, type[TorchAllToAll]] = {rival.name: rival for rival in (TorchAllToAll, TorchSymmMem)}
+
+
+# ---- As one of the rivals
+
+
+class _InTorch(Rival):
+    captures = False  # numbers of rows go to the host
+
+    def __init__(self, world: World, shape: Shape, inputs: list[Given]) -> None:
+        super().__init__(world, shape, inputs)
+        self.version, self._all_to_all = torch.__version__, TorchAllToAll(shape, world, self.given)
+
+    def check(self) -> None:
+        mine = self._all_to_all
+        rows, received = mine.check()
+        calls: dict[str, Call] = {
+            "dispatch": mine.dispatch,
+            "combine": lambda: mine.combine(rows, received),
+            "pair": lambda: mine.combine(rows, mine.dispatch()),
+        }
+        self.ways[None] = Operations(calls)
+
+
+ON_CPU, make = True, _InTorch
+
+
+def layouts(mode: str, dtype: str) -> tuple[str, ...]:
+    return ("packed",)

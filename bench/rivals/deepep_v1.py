@@ -1,0 +1,108 @@
+"""DeepEP V1's low-latency and normal methods. FP8 is made in its low-latency dispatch, and before its normal one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..operations import Operations
+from ..workload import Given, Shape
+from ..world import World
+from .interface import GIVEN_FP8, Rival, dequantized, quantized, require_rows, version_of
+
+ON_CPU = False
+_NVLINK_BYTES = 2_000_000_000
+
+
+def layouts(mode: str, dtype: str) -> tuple[str, ...]:
+    return ("expert_major",) if mode == "ll" else ("flat",)
+
+
+class _DeepEP(Rival):
+    def __init__(self, world: World, shape: Shape, inputs: list[Given]) -> None:
+        import deep_ep
+
+        if "nccl_ep" in str(deep_ep.__file__):
+            raise ImportError(f"deep_ep is nccl_ep's: {deep_ep.__file__}")
+        super().__init__(world, shape, inputs)
+        self.version = version_of("deep_ep", "deep-ep")
+        sizes: dict[str, Any] = {"num_nvl_bytes": _NVLINK_BYTES}
+        if shape.mode == "ll":
+            hint = deep_ep.Buffer.get_low_latency_rdma_size_hint(
+                shape.tokens, shape.hidden, world.num_ranks, shape.num_experts
+            )
+            sizes = {"num_rdma_bytes": hint, "low_latency_mode": True, "num_qps_per_rank": shape.num_local}
+        self.buffer: Any = deep_ep.Buffer(dist.group.WORLD, explicitly_destroy=True, **sizes)
+
+    def close(self) -> None:
+        self.ways.clear()
+        self.buffer.destroy()
+
+
+class LowLatency(_DeepEP):
+    def check(self) -> None:
+        shape, given, buffer = self.shape, self.given, self.buffer
+        x, ids, fp8 = given.x, given.topk_idx, shape.quant is not None
+
+        def dispatch() -> Any:
+            return buffer.low_latency_dispatch(x, ids, shape.tokens, shape.num_experts, use_fp8=fp8)
+
+        received, counts, handle, *_ = dispatch()
+        self.world.synchronize()
+        plain = dequantized(*received) if fp8 else received
+        back = torch.zeros(plain.shape, dtype=torch.bfloat16, device=self.device)
+        for local, expert in enumerate(self.experts):
+            rows = plain[local, : int(counts[local])]
+            sent = self.every("x")[(self.every("topk_idx") == expert).any(1)]
+            require_rows(f"rows of expert {expert}", rows, sent, 0.06 if fp8 else 0.0)
+            back[local, : len(rows)] = (rows.float() * self.factors()[expert]).bfloat16()
+
+        def combine(handle: Any = handle) -> Any:
+            return buffer.low_latency_combine(back, ids, given.weights, handle)
+
+        home = combine()[0]
+        self.world.synchronize()
+        self.require_sum(home)
+        self.ways[None] = Operations({"dispatch": dispatch, "combine": combine, "pair": lambda: combine(dispatch()[2])})
+
+
+class Normal(_DeepEP):
+    """With the layout computed anew each time, and as many output rows as there can be, so that nothing waits."""
+
+    def check(self) -> None:
+        shape, given, buffer = self.shape, self.given, self.buffer
+        fp8 = shape.quant is not None
+        x = quantized(given.x) if fp8 else given.x
+        if fp8:
+            self.note = GIVEN_FP8
+
+        def dispatch(most: int = shape.num_ranks * shape.tokens) -> Any:
+            ranks, domains, experts, is_in_rank, _ = buffer.get_dispatch_layout(given.topk_idx, shape.num_experts)
+            return buffer.dispatch(
+                x, num_tokens_per_rank=ranks, num_tokens_per_rdma_rank=domains, is_token_in_rank=is_in_rank,
+                num_tokens_per_expert=experts, topk_idx=given.topk_idx, topk_weights=given.weights,
+                num_worst_tokens=most,
+            )  # fmt: skip
+
+        received, came, weights, _, handle, _ = dispatch(0)
+        sent = self.every("x")[self.here(self.every("topk_idx"))]
+        plain = dequantized(*received) if fp8 else received
+        require_rows("rows", plain, sent, 0.06 if fp8 else 0.0)
+        mine = torch.where(came >= 0, weights * self.factors()[self.experts.start :][came.clamp(min=0)], 0).sum(1)
+        home = buffer.combine((plain.float() * mine[:, None]).bfloat16(), handle)[0]
+        self.world.synchronize()
+        self.require_sum(home)
+        *_, padded, _ = first = dispatch()
+        back = torch.zeros(shape.num_ranks * shape.tokens, shape.hidden, dtype=torch.bfloat16, device=self.device)
+        del first
+
+        def combine(handle: Any = padded) -> Any:
+            return buffer.combine(back, handle)
+
+        self.ways[None] = Operations({"dispatch": dispatch, "combine": combine, "pair": lambda: combine(dispatch()[4])})
+
+
+def make(world: World, shape: Shape, inputs: list[Given]) -> Rival:
+    return (LowLatency if shape.mode == "ll" else Normal)(world, shape, inputs)

@@ -1,0 +1,47 @@
+"""The table as bars: a panel for each column."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+from ..records import Record
+from . import table
+
+
+def draw(found: list[Record], path: Path) -> None:
+    """As PNG or SVG, by the file's name. Exits without matplotlib."""
+    try:
+        make: Any = importlib.import_module("matplotlib.figure").Figure
+    except ImportError as error:
+        raise SystemExit(f"the picture needs matplotlib ({error}): pip install matplotlib") from error
+    shown, rows = table.columns(found), table.rows(found)
+    figure = make(figsize=(3.6 * len(shown) + 2.5, 0.45 * len(rows) + 1.8), layout="constrained")
+    panels = figure.subplots(1, len(shown), sharey=True, squeeze=False)[0]
+    names, owner = [], ""
+    for name, _, _ in rows:
+        owner = owner if name.startswith("its ") else name.replace("`", "").split(", rank-major")[0]
+        names.append(f"{owner}, rank-major rows" if name.startswith("its ") else owner)
+    for column, panel in zip(shown, panels, strict=True):
+        values = [_shown(mine, column, layouts) for _, mine, layouts in rows]
+        colours = ["tab:blue" if name.startswith("nccl_ep") else "tab:gray" for name in names]
+        bars = panel.barh(range(len(rows)), [value or 0 for value in values], color=colours)
+        panel.bar_label(bars, ["" if value is None else f"{value:,.{column.digits}f}" for value in values], padding=3)
+        panel.set_title(column.title, fontsize=9)
+        panel.set_xlim(0, 1.3 * max([value for value in values if value is not None], default=1))
+        panel.set_xlabel("MB" if column.figure == "memory_total" else "us", fontsize=8)
+    panels[0].set_yticks(range(len(rows)), names, fontsize=9)
+    panels[0].invert_yaxis()
+    first = found[0]
+    figure.suptitle(
+        f"Dispatch and combine together on {first['ranks']} x {first['device']}, {first['date']}: less is better",
+        fontsize=10,
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+
+
+def _shown(found: list[Record], column: table.Column, layouts: tuple[str, ...]) -> float | None:
+    has_graphs = any(each["figure"] == "graph" for each in found)
+    return table.value_of(found, column, layouts, "event" if column.figure == "graph" and not has_graphs else "")
