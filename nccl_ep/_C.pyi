@@ -222,6 +222,7 @@ class GroupConfig:
         masks_late_ranks: bool,
         ll_network: str,
         raises_invalid_ids: bool,
+        max_experts: int,
         made_with: str,
     ) -> None: ...
 

@@ -140,7 +140,7 @@ class Buffer:
         self._seqs: list[torch.Tensor] = []  # by which ops find them (csrc/torch/ops/registry.h)
         self._memory_total = 0
         start = time.monotonic()
-        self.runtime = self._make_window(self.name, room.ll, room.ht, room.made_with)
+        self.runtime = self._make_window(self.name, room.ll, room.ht, room.max_experts, room.made_with)
         self._seq = self._newest_seq = self._seqs[0]
         self._call = _C.call_buffer(self._seq, self.num_ranks, self._open_sends, on_overflow == "raise")
         if logger.isEnabledFor(logging.INFO):
@@ -171,7 +171,7 @@ class Buffer:
         Args:
             max_tokens: tokens a rank sends at most, equal on all ranks; the default of ``dispatch``.
             hidden: elements of a row; rows are a multiple of 16 bytes. topk: choices of a token, 1 to 32.
-            num_experts: of all ranks, a multiple of their number.
+            num_experts: of all ranks, a multiple of their number; a call may have fewer.
             dtype: of the rows. wire_dtype: of partial sums on their way home, by default ``dtype``.
             scale_bytes: of a row that the caller quantises, or of what is dispatched along with it; by default 4 for
                 32 elements.
@@ -191,11 +191,15 @@ class Buffer:
             num_experts=num_experts, dtype=dtype, wire_dtype=wire_dtype, scale_bytes=scale_bytes, mode=mode,
             arena_bytes=arena_bytes, device_type=_choose_device(options.get("device")).type,
         )  # fmt: skip
-        buffer = cls(rendezvous, _room=room._replace(made_with=made_with or room.made_with), **options)
+        if made_with:  # another API's, whose sizes do not say how many experts a call has
+            room = room._replace(made_with=made_with, max_experts=0)
+        buffer = cls(rendezvous, _room=room, **options)
         buffer.group = process_group_of(group)
         return buffer
 
-    def _make_window(self, name: str, sizes: LlSizes, ht_sizes: HtSizes | None, made_with: str = "") -> _C.Group:
+    def _make_window(
+        self, name: str, sizes: LlSizes, ht_sizes: HtSizes | None, max_experts: int = 0, made_with: str = ""
+    ) -> _C.Group:
         """Collective."""
         free = _free_memory(self.device)
         config = _C.GroupConfig(
@@ -207,6 +211,7 @@ class Buffer:
             timeout_seconds=self._timeout,
             ht_sizes=ht_sizes or (0,) * 6,
             masks_late_ranks=self.enable_shrink and self._windows == [],
+            max_experts=max_experts,
             made_with=made_with,
             **self._claims,
         )

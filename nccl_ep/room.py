@@ -62,6 +62,7 @@ class Room(NamedTuple):
     ht: HtSizes | None = None
     max_tokens: int | None = None  # default of dispatch
     ll_max_tokens: int | None = None  # mode="auto" takes low latency up to here; None: where it always may
+    max_experts: int = 0  # that a call may have; 0: as many as there is room for
     made_with: str = ""  # the sizes that the caller gave, as "name=value, name=value": errors tell them
 
     @property
@@ -118,7 +119,7 @@ def room_for_shapes(
         max_tokens=max_tokens, hidden=hidden, topk=topk, num_experts=num_experts, dtype=dtype,
         wire_dtype=wire_dtype or dtype, scale_bytes=scale_bytes, mode=mode, arena_bytes=arena_bytes or 0,
     )  # fmt: skip
-    return Room(ll, ht, max_tokens, ll_tokens if mode == "auto" else None, made_with)
+    return Room(ll, ht, max_tokens, ll_tokens if mode == "auto" else None, num_experts, made_with)
 
 
 def sizes_told(**sizes: object) -> str:

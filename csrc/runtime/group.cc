@@ -263,6 +263,8 @@ void Group::note_phase(Kind kind, Phase phase) {
 }
 
 Shape Group::own_shape(const Shape& shape) const {
+  EP_CHECK(config_.max_experts == 0 || shape.num_experts <= config_.max_experts, "num_experts is ", shape.num_experts,
+           ", but the buffer was made for num_experts=", config_.max_experts);
   return Shape::make(num_ranks(), shape.num_experts, shape.topk, shape.max_tokens);
 }
 

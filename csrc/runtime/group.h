@@ -25,6 +25,7 @@ struct GroupConfig {
   uint64_t network_seed = 0;
   bool masks_late_ranks = false;    // a rank that is late in low latency is masked, and does not fail the buffer
   bool raises_invalid_ids = false;  // expert ids out of range are refused: on the host at once, else by the next call
+  int max_experts = 0;              // that a call may have; 0: as many as there is room for
   std::string made_with;            // for errors: the sizes that the caller gave, as "name=value, name=value"
   int device_index = -1;            // CUDA device; -1: the CPU
   bool has_rail = false;            // several domains are GPUs, whose kernels cross them

@@ -114,7 +114,8 @@ HtSizes ht_sizes_of(const std::array<uint64_t, 6>& sizes) {
 GroupConfig make_config(int device_index, int domain_size, uint64_t tagged_bytes, uint64_t dispatch_row_bytes,
                         uint64_t combine_row_bytes, uint64_t unweighted_row_bytes, double timeout_seconds,
                         uint64_t network_seed, const std::array<uint64_t, 6>& ht_sizes, bool masks_late_ranks,
-                        const std::string& ll_network, bool raises_invalid_ids, const std::string& made_with) {
+                        const std::string& ll_network, bool raises_invalid_ids, int max_experts,
+                        const std::string& made_with) {
   GroupConfig config;
   config.ht_sizes = ht_sizes_of(ht_sizes);
   config.device_index = device_index;
@@ -128,6 +129,7 @@ GroupConfig make_config(int device_index, int domain_size, uint64_t tagged_bytes
   config.masks_late_ranks = masks_late_ranks;
   config.ll_network = ll_network_of(ll_network);
   config.raises_invalid_ids = raises_invalid_ids;
+  config.max_experts = max_experts;
   config.made_with = made_with;
   return config;
 }
@@ -319,7 +321,8 @@ void define_group(py::module_& m) {
       .def(py::init(&make_config), py::kw_only(), py::arg("device_index"), py::arg("domain_size"),
            py::arg("tagged_bytes"), py::arg("dispatch_row_bytes"), py::arg("combine_row_bytes"),
            py::arg("unweighted_row_bytes"), py::arg("timeout_seconds"), py::arg("network_seed"), py::arg("ht_sizes"),
-           py::arg("masks_late_ranks"), py::arg("ll_network"), py::arg("raises_invalid_ids"), py::arg("made_with"));
+           py::arg("masks_late_ranks"), py::arg("ll_network"), py::arg("raises_invalid_ids"), py::arg("max_experts"),
+           py::arg("made_with"));
   py::class_<NamedGroup>(m, "Group")
       .def(py::init<std::string, int, int, py::function, const GroupConfig&>(), py::arg("name"), py::arg("rank"),
            py::arg("num_ranks"), py::arg("allgather"), py::arg("config"))

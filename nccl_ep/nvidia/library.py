@@ -16,5 +16,9 @@ def get_lib_version() -> Any:
 
 
 def get_lib_path() -> Path | None:
-    """None: the operations are in nccl_ep's extension. The C library is for programs that link it."""
-    return None
+    """The C library (``libnccl_ep.so.0``) that lies in the package's folder, or None.
+
+    The operations here are in nccl_ep's extension, and a wheel has no C library: it is for programs that link it.
+    """
+    path = Path(__file__).parent.parent / "libnccl_ep.so.0"
+    return path if path.exists() else None

@@ -124,6 +124,10 @@ BUFFERS: list[Mistake] = [
 DISPATCHES: list[Mistake] = [
     ("experts of one rank", lambda s: s.dispatch(num_experts=2), ValueError,
      r"topk_idx\[1, 0\] is 2, must be 0 to 1, or -1 for no expert\. Does num_experts count the experts of all ranks\?"),
+    ("more experts than the buffer's", lambda s: s.dispatch(num_experts=6), ValueError,
+     "num_experts is 6, but the buffer was made for num_experts=4$"),
+    ("more experts than the buffer's, HT", lambda s: s.ht(num_experts=6), ValueError,
+     "num_experts is 6, but the buffer was made for num_experts=4$"),
     ("an id of no expert, HT", lambda s: s.ht(topk_idx=s.ids - 2), ValueError,
      r"topk_idx\[0, 0\] is -2, must be 0 to 3"),
     ("more tokens", lambda s: s.dispatch(**s.many(3)), ValueError, "24 tokens, but max_tokens is 8"),
@@ -192,6 +196,9 @@ DEEP_EP: list[Mistake] = [
      "the window of buffer.* is too small for 4000 tokens a rank, .*" + HINT),
     ("LL: experts", lambda s: s.ll_dispatch(num_experts=0), ValueError,
      "num_experts is 0, and 0 experts do not divide"),
+    ("LL: more experts than the core's", lambda s: deep_ep.Buffer.of(s.ll_buffer).low_latency_dispatch(
+        s.x, s.ids, TOKENS, 6
+     ), ValueError, "num_experts is 6, but the buffer was made for num_experts=4$"),
     ("LL: ids", lambda s: s.ll_dispatch(topk_idx=s.ids.short()), ValueError,
      "topk_idx is torch.int16, must be torch.int64"),
     ("LL: counters", lambda s: s.ll_dispatch(cumulative_local_expert_recv_stats=torch.zeros(4)), ValueError,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 import nccl_ep
 from nccl_ep import nvidia as ep
-from nccl_ep.nvidia import Tensor, nccl_comm
+from nccl_ep.nvidia import Tensor, library, nccl_comm
 from nccl_ep.nvidia.communicator import Communicator, UniqueId, get_nccl_comm_from_group, get_unique_id
 from nccl_ep.nvidia.datatypes import NcclDataType
 from nccl_ep.nvidia.streams import stream_pointer
@@ -41,6 +42,13 @@ def test_values_are_those_of_the_header() -> None:
     for enum, names in values.items():
         assert {each.name: each.value for each in enum} == {name: at for at, name in enumerate(names.split())}
     assert str(ep.get_lib_version()) == "0.2.0"
+
+
+def test_the_c_library_is_found_where_it_lies_in_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "__file__", str(tmp_path / "nvidia/library.py"))
+    assert ep.get_lib_path() is None
+    (tmp_path / "libnccl_ep.so.0").touch()
+    assert ep.get_lib_path() == tmp_path / "libnccl_ep.so.0"
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
