@@ -11,6 +11,7 @@ import pytest
 
 from tests import ROOT
 from tests.support.gpus import needs_gpu, several_gpus
+from tests.support.processes import run_program
 
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -40,8 +41,8 @@ def run(*arguments: str, **variables: str) -> str:
 
 
 @pytest.mark.parametrize("code", [block for block in blocks("python") if "LOCAL_RANK" not in block.values[0]])
-def test_a_python_block_runs(code: str) -> None:
-    run("-c", code)
+def test_a_python_block_runs(code: str, tmp_path: Path) -> None:
+    run_program(code, tmp_path, ROOT, TIME_LIMIT)
 
 
 @pytest.mark.parametrize(

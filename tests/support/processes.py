@@ -101,6 +101,30 @@ def run_processes(
     return [outcome.value for outcome in outcomes]
 
 
+def run_program(code: str, directory: Path, cwd: Path, timeout: float) -> str:
+    """What a program printed, which runs in a process of its own, in `cwd`. Fails if that did not exit with 0."""
+    path = directory / "printed"
+    process = _context.Process(target=_run_program, args=(code, path, cwd))
+    process.start()
+    process.join(timeout)
+    if process.is_alive():
+        process.kill()
+        process.join()
+        raise AssertionError(f"the program still runs after {timeout} s:\n{path.read_text()}")
+    assert process.exitcode == 0, path.read_text()
+    return path.read_text()
+
+
+def _run_program(code: str, printed: Path, cwd: Path) -> None:
+    with open(printed, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    torch.set_num_threads(1)
+    os.chdir(cwd)
+    exec(compile(code, "<program>", "exec"), {"__name__": "__main__"})
+
+
 def _run(rank: int, num_ranks: int, store: str, sender: Connection, body: Callable[..., Any], args: Any) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the server ignores it, and so would its children
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast can put GPUs that others share out of service
