@@ -1,8 +1,9 @@
 """Builds wheels, one for each torch and Python: dist/nccl_ep-VERSION+torch211-cp311-cp311-manylinux_2_28_x86_64.whl
 
-    python tools/wheels.py [--torch 2.11 2.15] [--python python3.11 python3.12]
+    python tools/wheels.py [--torch 2.11 2.15] [--python python3.11 python3.12] [--list]
 
 A wheel has the kernels, those for several NVLink domains too, and wants the minor release of torch it was built for.
+The kernels and what else knows neither torch nor Python are compiled once, for all wheels; the extension for each.
 It takes nvcc and g++ 11 or newer, and from PyPI torch, NCCL's headers and the tools of requirements/wheels.txt.
 """
 
@@ -15,15 +16,20 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import newer_python
 
 ROOT = Path(__file__).parent.parent
 WORK = ROOT / "build/wheels"
+SHARED = WORK / "shared"  # the build directory of what all wheels have in common
 OLDEST = (2, 11)
 OLDEST_PYTHON = 10  # of Python 3
+NCCL = "2.28.9"  # the oldest that is supported: kernels compiled with its headers run with every newer one
 GIN_NCCL = ("2.30.7", "2.31.2")  # csrc/transport/nccl/gin/releases.h
+ARCHITECTURES = "90a;100a;103a;120a"
+PLATFORM = "manylinux_2_28_x86_64"
 NOT_INSIDE = ("libc10*", "libtorch*", "libcuda.so*")  # torch's, and the driver
 
 
@@ -42,11 +48,46 @@ def make_venv(folder: Path, python: str, *packages: str) -> Path:
     return folder / "bin"
 
 
+# --- What is built ----------------------------------------------------------------------------------------------------
+
+
 def pythons() -> list[str]:
     """Of each minor release the first interpreter that is here."""
-    found = [each for each in newer_python.candidates(OLDEST_PYTHON) if newer_python.serves(each, OLDEST_PYTHON)]
-    ask = "import sys; print(*sys.version_info[:2], sep='.')"
-    return list({run(python, "-c", ask): python for python in reversed(found)}.values())[::-1]
+    return [each for each in newer_python.candidates(OLDEST_PYTHON) if newer_python.serves(each, OLDEST_PYTHON)]
+
+
+def minor_of(python: str) -> str:
+    """ "3.12" """
+    return run(python, "-c", "import sys; print(*sys.version_info[:2], sep='.')").strip()
+
+
+def torches(pip: Path) -> list[str]:
+    """Minor releases that are supported, of those that PyPI has."""
+    found = re.findall(r"(\d+)\.(\d+)\.\d+", run(pip, "index", "versions", "torch").split("Available versions:")[1])
+    minors = sorted({(int(major), int(minor)) for major, minor in found})
+    return [f"{major}.{minor}" for major, minor in minors if (major, minor) >= OLDEST]
+
+
+def has_torch(pip: Path, torch: str, minor: str) -> bool:
+    """Whether PyPI has it for that Python. Fetches only what pip asks the index."""
+    command = [pip, "install", "--dry-run", "--quiet", "--no-deps", "--ignore-installed", "--only-binary=:all:",
+               "--python-version", minor, "--target", WORK / "none", f"torch=={torch}.*"]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0 and "No matching distribution" not in done.stderr:
+        raise RuntimeError(f"pip cannot ask for torch {torch}: {done.stderr}")
+    return done.returncode == 0
+
+
+def matrix(torch: list[str], python: dict[str, str], has: Callable[[str, str], bool]) -> list[tuple[str, str, str]]:
+    """(torch, minor release of Python, interpreter) of each wheel. `python`: from minor release to interpreter."""
+    return [(each, minor, python[minor]) for each in torch for minor in sorted(python, key=_number) if has(each, minor)]
+
+
+def _number(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")))
+
+
+# --- Building ---------------------------------------------------------------------------------------------------------
 
 
 def nccl_headers(pip: Path, version: str) -> Path:
@@ -60,11 +101,31 @@ def nccl_headers(pip: Path, version: str) -> Path:
     return next(folder.glob("**/nccl.h")).parent
 
 
-def torches(pip: Path) -> list[str]:
-    """Minor releases that are supported."""
-    found = re.findall(r"(\d+)\.(\d+)\.\d+", run(pip, "index", "versions", "torch").split("Available versions:")[1])
-    minors = sorted({(int(major), int(minor)) for major, minor in found})
-    return [f"{major}.{minor}" for major, minor in minors if (major, minor) >= OLDEST]
+def options_of_all(pip: Path) -> dict[str, str]:
+    """CMake's, for what is shared and for the extensions."""
+    return {
+        "NCCL_EP_CUDA": "ON",
+        "NCCL_EP_CUDA_ARCHS": ARCHITECTURES,
+        "NCCL_EP_NCCL_INCLUDE_DIR": str(nccl_headers(pip, NCCL)),
+        "NCCL_EP_GLIBC_STUBS": str(WORK / "stubs"),
+    }
+
+
+def as_arguments(options: dict[str, str]) -> list[str]:
+    return [f"-D{name}={value}" for name, value in options.items()]
+
+
+def build_shared(tools: Path, options: dict[str, str]) -> None:
+    """The core, the kernels, and the GIN libraries."""
+    run(sys.executable, "tools/glibc_stubs.py", WORK / "stubs")
+    headers = ";".join(str(nccl_headers(tools / "pip", version)) for version in GIN_NCCL)
+    only = {
+        f"NCCL_EP_{name}": "OFF" for name in ("BUILD_PYTHON", "BUILD_TESTS", "BUILD_C_LIBRARY", "IN_PLACE", "WERROR")
+    }
+    only["NCCL_EP_GIN_NCCL_INCLUDE_DIRS"] = headers
+    run(tools / "cmake", "-S", ROOT, "-B", SHARED, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tools / 'ninja'}",
+        *as_arguments(options | only))  # fmt: skip
+    run(tools / "cmake", "--build", SHARED, "--target", "all", "ep_api", "ep_cuda")
 
 
 def name_torch(wheel: Path, torch: str, tools: Path) -> Path:
@@ -86,36 +147,44 @@ def name_torch(wheel: Path, torch: str, tools: Path) -> Path:
     return found
 
 
-def build(bare: Path, torch: str, headers: str, tools: Path) -> None:
+def build(bare: Path, torch: str, tools: Path, options: dict[str, str]) -> Path:
+    """The wheel for the torch of the environment `bare`."""
     for folder in (WORK / "built", WORK / "repaired"):
         shutil.rmtree(folder, ignore_errors=True)
+    arguments = " ".join(as_arguments(options | {"NCCL_EP_PREBUILT": str(SHARED)}))
     run(bare / "python", "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", WORK / "built", ".",
-        NCCL_EP_CUDA="ON", NCCL_EP_GIN_NCCL_INCLUDE_DIRS=headers,
-        NCCL_EP_GLIBC_STUBS=str(WORK / "stubs"))  # fmt: skip
+        CMAKE_ARGS=arguments)  # fmt: skip
     (built,) = (WORK / "built").glob("*.whl")
     excluded = [each for name in NOT_INSIDE for each in ("--exclude", name)]
-    run(tools / "auditwheel", "repair", "--plat", "manylinux_2_28_x86_64", *excluded, "--wheel-dir", WORK / "repaired",
+    run(tools / "auditwheel", "repair", "--plat", PLATFORM, "--only-plat", *excluded, "--wheel-dir", WORK / "repaired",
         built, PATH=f"{tools}:{os.environ['PATH']}")  # fmt: skip
     (repaired,) = (WORK / "repaired").glob("*.whl")
-    print(run(bare / "python", "tools/check_wheel.py", name_torch(repaired, torch, tools), *GIN_NCCL), end="")
+    return name_torch(repaired, torch, tools)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--torch", nargs="+", help="minor releases; default: all from 2.11 that PyPI has")
     parser.add_argument("--python", nargs="+", help="interpreters; default: one of each of 3.10 to 3.14 that is here")
-    options = parser.parse_args()
+    parser.add_argument("--list", action="store_true", help="only print which wheels these are")
+    chosen = parser.parse_args()
     tools = make_venv(WORK / "tools", sys.executable, "-r", "requirements/wheels.txt")
-    run(sys.executable, "tools/glibc_stubs.py", WORK / "stubs")
-    headers = ";".join(str(nccl_headers(tools / "pip", version)) for version in GIN_NCCL)
-    for torch in options.torch or torches(tools / "pip"):
-        for python in options.python or pythons():
-            try:
-                bare = make_venv(WORK / f"{Path(python).name}-torch{torch}", python, f"torch=={torch}.*")
-            except subprocess.CalledProcessError:
-                print(f"torch {torch} cannot be had for {python}: no wheel for them")
-                continue
-            build(bare, torch, headers, tools)
+    pip = tools / "pip"
+    python = {minor_of(each): each for each in reversed(chosen.python or pythons())}
+    wheels = matrix(chosen.torch or torches(pip), python, lambda torch, minor: has_torch(pip, torch, minor))
+    for torch, minor, _ in wheels:
+        print(f"torch {torch}, Python {minor}")
+    if chosen.list:
+        return
+    options = options_of_all(pip)
+    build_shared(tools, options)
+    for torch, minor, interpreter in wheels:
+        folder = WORK / f"torch{torch}-python{minor}"
+        bare = make_venv(folder, interpreter, f"torch=={torch}.*")
+        wheel = build(bare, torch, tools, options)
+        print(run(bare / "python", "tools/check_wheel.py", wheel, "--torch", torch, "--architectures",
+                  *ARCHITECTURES.split(";"), "--gin", *GIN_NCCL), end="")  # fmt: skip
+        shutil.rmtree(folder)  # torch and CUDA's packages are 5 GB
 
 
 if __name__ == "__main__":
