@@ -1,5 +1,5 @@
 """``python -m bench [ll | ht | rivals | fit | overlap | time-line]`` measures, ``plot``, ``table``, ``compare`` show,
-``model`` computes."""
+``model`` and ``placement`` compute."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ USAGE = """usage: python -m bench [ll] [options]              measure low-latenc
        python -m bench overlap [options]           an operation and a GEMM at the same time
        python -m bench time-line [options]         when warps pass the phases of a kernel, in builds with stamps
        python -m bench model [options]             several nodes, by arithmetic: nothing is measured
+       python -m bench placement [options]         how evenly ranks are loaded before and after experts move
        python -m bench plot FILE... [--out DIR]   draw what was measured, as PNG and SVG
        python -m bench table FILE...              print it
        python -m bench compare NOW BEFORE...      print what has become slower
@@ -38,6 +39,8 @@ def main(argv: list[str]) -> int:
         from .time_line import main as run
     elif command == "model":
         from .model import main as run
+    elif command == "placement":
+        from .placement import main as run
     elif command == "plot":
         from .plot import main as run
     elif command == "table":

@@ -314,6 +314,14 @@ def _(topk_idx: torch.Tensor, num_ranks: int, num_domains: int, num_experts: int
     return topk_idx.new_empty([counts], dtype=torch.int32), is_in_rank
 
 
+@_fake("map_experts")
+def _(
+    topk_idx: torch.Tensor, logical_to_physical_map: torch.Tensor, logical_count: torch.Tensor, rank: int,
+    load: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    return topk_idx.new_empty(topk_idx.shape)
+
+
 @_fake("ht_dispatch_cached")
 def _(
     seq: torch.Tensor, xs: list[torch.Tensor], x_scales: Scales, route: torch.Tensor,

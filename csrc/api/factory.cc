@@ -2,10 +2,12 @@
 
 #include "base/check.h"
 #include "cpu/backend.h"
+#include "cpu/common/expert_map.h"
 #include "cpu/common/layout_info.h"
 #include "cpu/common/token_layout.h"
 #if defined(EP_WITH_CUDA) || defined(EP_EMULATED_GPU)
 #include "cuda/host/backend.h"
+#include "cuda/ht/expert_map.h"
 #include "cuda/ht/layout_info.h"
 #include "cuda/ht/token_layout.h"
 #include "cuda/testing/stamps.h"
@@ -108,6 +110,18 @@ void token_layout(const TokenLayoutParams& params, [[maybe_unused]] bool on_gpu,
 #else
   if (on_gpu) refuse_cuda();
   cpu_token_layout(params);
+#endif
+}
+
+void map_experts(const ExpertMapParams& params, [[maybe_unused]] bool on_gpu, [[maybe_unused]] void* stream) {
+#if defined(EP_EMULATED_GPU)
+  launch_expert_map(params, stream);
+#elif defined(EP_WITH_CUDA)
+  if (on_gpu) return launch_expert_map(params, stream);
+  cpu_map_experts(params);
+#else
+  if (on_gpu) refuse_cuda();
+  cpu_map_experts(params);
 #endif
 }
 

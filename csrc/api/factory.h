@@ -5,6 +5,7 @@
 #include <string_view>
 #include <vector>
 
+#include "runtime/common/expert_map.h"
 #include "runtime/common/layout_info.h"
 #include "runtime/group.h"
 
@@ -40,6 +41,7 @@ void* window_address(ncclComm* comm, ncclWindow_vidmem* window, uint64_t offset)
 
 // Of a rank by itself, without a group. `on_gpu`: the pointers are the current GPU's, and `stream` is its cudaStream_t.
 void token_layout(const TokenLayoutParams& params, bool on_gpu, void* stream);
+void map_experts(const ExpertMapParams& params, bool on_gpu, void* stream);
 void write_layout_info(const LayoutInfoParams& params, bool on_gpu, void* stream);
 
 // `config.device_index` < 0: the CPU backend, else CUDA's.

@@ -80,14 +80,14 @@ class NcclEp:
         return experts.packed(rows, out.offsets[1:])
 
     def __call__(self, x: Tensor, idx: Tensor, weights: Tensor, experts: Experts) -> Tensor:
-        out = nccl_ep.dispatch(x, idx, weights, **self.how)
+        out = nccl_ep.dispatch(x, experts.choose(idx), weights, **self.how)
         return nccl_ep.combine(self.compute(out, experts, x.dtype), out.handle)
 
     def in_halves(
         self, x: Tensor, idx: Tensor, weights: Tensor, experts: Experts
     ) -> Generator[None, None, Tensor]:  # fmt: skip
         """The same, low latency, giving way while rows travel: another batch computes meanwhile."""
-        dispatched = nccl_ep.dispatch_send(x, idx, weights, **self.how)
+        dispatched = nccl_ep.dispatch_send(x, experts.choose(idx), weights, **self.how)
         yield
         out = dispatched.receive()
         combined = nccl_ep.combine_send(self.compute(out, experts, x.dtype), out.handle)

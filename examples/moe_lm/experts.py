@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nccl_ep.placement import ExpertMap
+
 
 def has_grouped_mm(device_type: str, dtype: torch.dtype) -> bool:
     """Whether torch has a grouped GEMM here that does not wait for the host. It is tried on a small one."""
@@ -41,6 +43,20 @@ class Experts(nn.Module):
         self.grouped_mm = False  # Model.use asks has_grouped_mm
         self.up = nn.Parameter(torch.empty(count, hidden, 2 * inner))
         self.down = nn.Parameter(torch.empty(count, inner, hidden))
+        self.places: ExpertMap | None = None  # of all ranks' experts, where these move (rebalance.py)
+
+    def choose(self, idx: Tensor) -> Tensor:
+        """The router's choices [T, K] as the exchange takes them."""
+        return idx if self.places is None else self.places(idx)
+
+    @torch.no_grad()
+    def make_room(self, count: int) -> None:
+        """For so many experts more, whose weights are zeros until they are moved here."""
+        for name in ("up", "down"):
+            own = getattr(self, name)
+            wider = torch.cat([own, own.new_zeros(count, *own.shape[1:])])
+            setattr(self, name, nn.Parameter(wider, requires_grad=own.requires_grad))
+        self.count += count
 
     def packed(self, rows: Tensor, ends: Tensor) -> Tensor:
         """rows [N, H], expert after expert, up to ``ends`` (int32 [L], on the device): a dispatch's ``offsets[1:]``.

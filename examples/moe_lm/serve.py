@@ -46,6 +46,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--overlap", type=names_of(("off", "on")), default="off",
         help="off, on or both with a comma: two batches in turn (nccl_ep)",
     )  # fmt: skip
+    add(
+        "--rebalance", type=whole(0), default=0, metavar="STEPS",
+        help="experts go where the load is, every so many steps (nccl_ep); 0: they stay",
+    )  # fmt: skip
+    add(
+        "--copies", type=whole(1), default=1, metavar="N", help="room of a rank for copies of experts, with --rebalance"
+    )
     add("--expert-gemm", choices=("grouped", "batched"), help="of experts; default grouped on GPUs, batched on the CPU")
     ranks.add_attention(parser)
     add("--no-graphs", action="store_true", help="decode steps are queued kernel by kernel")
@@ -89,6 +96,11 @@ def check(options: argparse.Namespace, least: int, num_ranks: int) -> None:
             raise ValueError(f"--overlap is {','.join(options.overlap)}, but nccl_ep is not in --exchange")
         if options.slots % 2:
             raise ValueError(f"--slots is {options.slots}, must be a multiple of 2 for --overlap on")
+    if options.rebalance and options.exchange != ["nccl_ep"]:
+        raise ValueError(f"--rebalance is {options.rebalance}, but --exchange is {','.join(options.exchange)}")
+    most = model.experts * (num_ranks - 1) // num_ranks
+    if options.rebalance and options.copies > most:
+        raise ValueError(f"--copies is {options.copies}, must be at most {most}: a rank has an expert once")
     if options.check and options.load:
         raise ValueError(f"--check is {options.check}, it compares seeded weights, without --load")
     if options.check and "nccl_ep" not in options.exchange:
@@ -161,6 +173,15 @@ def body(world: Ranks, options: argparse.Namespace) -> None:
                 print(f"rank {world.rank}, {exchange}, overlap {overlap} FAILED: {text}", flush=True)
             _write(world, options, report)
     server.close()
+    if server.rebalancer is not None:
+        report["rebalanced"] = server.rebalancer.report()
+        _write(world, options, report)
+        for each in server.rebalancer.told if world.rank == 0 else ():
+            print(
+                f"step {each.step}: {each.moves} experts moved, the fullest rank had {each.before:.2f} times "
+                f"the mean load, has {each.after:.2f}",
+                flush=True,
+            )
     if options.report:
         ranks.say(world, f"wrote {options.report}")
     ranks.say_what_times_mean(world)

@@ -19,6 +19,7 @@ from .exchange import make_buffer
 from .load import Request
 from .model import Model
 from .ranks import Ranks
+from .rebalance import Rebalancer
 
 TELL_EVERY = 5.0  # seconds
 
@@ -37,6 +38,9 @@ class Server:
         if options.load:
             checkpoint.load(options.load, model)
         self.model = model.for_serving()
+        self.rebalancer: Rebalancer | None = None
+        if options.rebalance:
+            self.rebalancer = Rebalancer(world, self.model, options.copies, options.rebalance)
         self.grouped = (options.expert_gemm or ("grouped" if kind == "cuda" else "batched")) == "grouped"
         self.room = Room(options.slots, options.max_length, options.prefill_batch, options.prompt[1])
         self.buffers: list[Any] = []
@@ -47,7 +51,8 @@ class Server:
         """Collective."""
         self.close()
         world, options, room = self.world, self.options, self.room
-        count, dtype, is_cuda = self.sizes.experts, self.model.dtype, world.device.type == "cuda"
+        sizes = self.sizes if self.rebalancer is None else self.rebalancer.physical_sizes
+        count, dtype, is_cuda = sizes.experts, self.model.dtype, world.device.type == "cuda"
         prompt_tokens = room.prefill_batch * room.max_prompt
         graphs = is_cuda and not options.no_graphs and exchange != "all_to_all_single"
         prefiller: Any
@@ -57,7 +62,7 @@ class Server:
             decoders = [prefiller]
         else:
             tokens = max(prompt_tokens, room.slots)
-            buffer = make_buffer(world.experts, self.sizes, tokens, dtype, world.device, "auto")
+            buffer = make_buffer(world.experts, sizes, tokens, dtype, world.device, "auto")
             self.buffers = [buffer]
             if exchange == "deep_ep":
                 prefiller, decoders = DeepEpNormal(buffer, count), [DeepEpLowLatency(buffer, count, room.slots)]
@@ -66,7 +71,7 @@ class Server:
                 prefiller = fixed_shape_exchange(buffer, count, prefill_mode, prompt_tokens, self.grouped)
                 batches = 2 if overlap else 1
                 if overlap:  # a buffer each: two dispatches are under way at a time
-                    self.buffers.append(make_buffer(world.experts, self.sizes, room.slots, dtype, world.device, "ll"))
+                    self.buffers.append(make_buffer(world.experts, sizes, room.slots, dtype, world.device, "ll"))
                 # Room for a token of each slot, also where a batch has half of them: GEMMs keep their shape.
                 decoders = [
                     fixed_shape_exchange(self.buffers[number], count, decode_mode, room.slots, self.grouped)
@@ -166,6 +171,8 @@ class Server:
             can_begin, is_serving, is_waiting = agree()
             if serving:
                 take(list(serving))
+            if self.rebalancer is not None:
+                self.rebalancer.step()
             if time.perf_counter() - told > TELL_EVERY:
                 told = time.perf_counter()
                 ranks.say(world, f"  {count - len(waiting) - len(serving)} of rank 0's {count} requests are done")

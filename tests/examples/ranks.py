@@ -48,8 +48,10 @@ def serve_each(_: int) -> dict[str, Any]:
     for mode, exchange, overlap in (
         ("fixed", "nccl_ep", False), ("auto", "nccl_ep", False), ("fixed", "nccl_ep", True),
         ("fixed", "all_to_all_single", False), ("fixed", "deep_ep", False),
+        ("rebalanced", "nccl_ep", False), ("rebalanced", "nccl_ep", True),
     ):  # fmt: skip
-        server = serve.Server(world, argparse.Namespace(**vars(options) | {"mode": mode}))
+        changed = {"rebalance": 3} if mode == "rebalanced" else {"mode": mode}
+        server = serve.Server(world, argparse.Namespace(**vars(options) | changed))
         server.use(exchange, overlap)
 
         def served(requests: list[Request], server: serve.Server = server) -> list[Request]:
@@ -73,6 +75,8 @@ def serve_each(_: int) -> dict[str, Any]:
             found["bad ones alone"] = served(with_bad_ones(options, world.size)[: -BAD_ONES - 1 : -1])
             found["after bad ones"] = served(load(options, world.size)[:3])
             found["modes"] = [server.engine.prefiller.how["mode"], server.engine.decoders[0].how["mode"]]
+        if server.rebalancer is not None:
+            found[f"placements, {overlap}"] = server.rebalancer.report()
         server.close()
     return found
 

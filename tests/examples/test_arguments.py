@@ -98,6 +98,8 @@ OF_SERVE = [
     ("--prompt 8-32 --output 4-500 --max-length 64", "--max-length is 64, prompt and output need 533"),
     ("--overlap maybe", "--overlap is maybe: maybe is none of off, on"),
     ("--overlap on --exchange deep_ep", "--overlap is on, but nccl_ep is not in --exchange"),
+    ("--rebalance 5 --exchange nccl_ep,deep_ep", "--rebalance is 5, but --exchange is nccl_ep,deep_ep"),
+    ("--rebalance 5 --copies 9", "--copies is 9, must be at most 4: a rank has an expert once"),
     ("--check -1", "--check is -1, must be a whole number of 0 or more"),
     ("--check 4 --exchange deep_ep", "--check is 4, but nccl_ep is not in --exchange"),
     ("--check 4 --load {tmp}/saved {own}", "--check is 4, it compares seeded weights, without --load"),

@@ -49,7 +49,7 @@ def expected() -> list[list[int]]:
 
 WAYS = (
     "nccl_ep, fixed", "nccl_ep, auto", "nccl_ep, fixed, overlap", "all_to_all_single, fixed", "deep_ep, fixed",
-    "all on rank 0", "arriving",
+    "all on rank 0", "arriving", "nccl_ep, rebalanced", "nccl_ep, rebalanced, overlap",
 )  # fmt: skip
 
 
@@ -64,12 +64,24 @@ def bits_of(requests: list[Request]) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "way", ["nccl_ep, auto", "nccl_ep, fixed, overlap", "all on rank 0", "arriving", "alone, on another rank"]
-)
+    "way",
+    [
+        "nccl_ep, auto", "nccl_ep, fixed, overlap", "all on rank 0", "arriving", "alone, on another rank",
+        "nccl_ep, rebalanced", "nccl_ep, rebalanced, overlap",
+    ],
+)  # fmt: skip
 def test_bits_do_not_depend_on_batch_or_rank(way: str, served: Served) -> None:
     for got, want in zip(bits_of(served[way]), bits_of(served["nccl_ep, fixed"]), strict=False):
         assert torch.equal(got, want)
     assert len(served[way]) >= 3
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_experts_move_while_requests_are_served(overlap: bool, served: Any) -> None:
+    """The bits are those of experts that stay: a sum of two float32 products is the same in every order."""
+    found = served[f"placements, {overlap}"]
+    assert len(found) >= 2 and [each["step"] for each in found] == [3 * (1 + i) for i in range(len(found))]
+    assert found[0]["moves"] >= 2 and all(1 <= each["after"] <= each["before"] for each in found)
 
 
 def test_check_finds_the_bits_of_one_rank(served: Any) -> None:

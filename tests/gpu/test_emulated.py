@@ -15,6 +15,7 @@ import torch
 import nccl_ep
 from bench.stamps import KERNELS, STAMPS, over_calls
 from nccl_ep import _C
+from nccl_ep.placement import ExpertMap, map_experts, rebalance_experts
 from nccl_ep.testing import ThreadGroup, run_ranks
 from tests.deep_ep.low_latency_ranks import deepep_cases
 from tests.deep_ep.normal_ranks import check_layout, layout_of, normal_buffer
@@ -31,6 +32,7 @@ NUM_CASES = int(os.environ.get("NCCL_EP_EMULATOR_CASES", "160"))
 NUM_SMS = (1, 2, 3)
 RUNS = 60  # of a chain, in the search for a planted bug
 HT_ROUNDS = 25
+NO_EXPERT = 2**31 - 1  # csrc/runtime/common/expert_map.h
 PERCENT = 2000  # of a delay's usual length: an emulated call takes so much longer
 
 
@@ -186,6 +188,27 @@ def test_the_layout_of_tokens_is_counted_right(num_ranks: int) -> None:
                 assert is_in_rank.tolist() == want
 
     run_ranks(num_ranks, body)
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_choices_of_experts_are_mapped_right(counts: bool) -> None:
+    """Blocks that take several rounds, few tokens, none; ids that are none, and for others what a dispatch refuses."""
+    made = torch.Generator().manual_seed(1)
+    placed = rebalance_experts(torch.rand(1, 24, generator=made), 40, 1, 1, 4)[0][0]
+    copies = [(placed == expert).nonzero().flatten().tolist() for expert in range(24)]
+    mapped = ExpertMap(placed, 24, rank=3)
+    mapped.load += 5
+    total = torch.full((24,), 5)
+    for tokens, topk, dtype in ((7000, 3, torch.int64), (5, 9, torch.int32), (0, 2, torch.int64)):
+        ids = torch.randint(-2, 26, (tokens, topk), generator=made).to(dtype)
+        load = mapped.load if counts else None
+        got = map_experts(ids, mapped.logical_to_physical_map, mapped.logical_count, rank=3, load=load)
+        assert got.dtype == dtype and got.tolist() == [
+            [e if e < 0 else NO_EXPERT if e >= 24 else copies[e][(token + 3) % len(copies[e])] for e in row]
+            for token, row in enumerate(ids.tolist())
+        ]
+        total += torch.bincount(ids[(ids >= 0) & (ids < 24)].flatten().long(), minlength=24)
+    assert mapped.load.tolist() == (total.tolist() if counts else [5] * 24)
 
 
 def _run_chain(chain: chains.Chain, runs: int) -> int:

@@ -107,7 +107,7 @@ def test_opcheck_passes_for_each_op_on_one_rank(name: str, layout: str) -> None:
 @pytest.mark.parametrize("num_domains", [1, 2])
 def test_opcheck_passes_for_the_layout_of_tokens(num_domains: int) -> None:
     args = (torch.tensor([[0, 7, -1], [4, 5, 12]]), 4, num_domains, 12)
-    assert LOCAL_OPS == ["token_layout", "carrier", "carried", "size_at"]  # see below
+    assert LOCAL_OPS == ["token_layout", "map_experts", "carrier", "carried", "size_at"]  # see below, test_placement.py
     assert not ops.token_layout.default._schema.is_mutable
     assert faked("token_layout", args) == described(ops.token_layout(*args))
     torch.library.opcheck(ops.token_layout.default, args, test_utils=UTILS)

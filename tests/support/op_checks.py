@@ -17,7 +17,7 @@ HT_OPS = [
     "ht_combine", "ht_combine_out", "arena_empty",
 ]  # fmt: skip
 EXACT_OPS = ["ht_route", "ht_dispatch_routed"]  # the second after the first
-LOCAL_OPS = ["token_layout", "carrier", "carried", "size_at"]  # which speak to no other rank
+LOCAL_OPS = ["token_layout", "map_experts", "carrier", "carried", "size_at"]  # which speak to no other rank
 UTILS = (
     "test_schema",
     "test_autograd_registration",

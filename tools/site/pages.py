@@ -24,12 +24,12 @@ HEADERS = {"reference/c": "csrc/include/nccl_ep.h", "reference/c_added": "csrc/i
 # The table of contents: every page is in one place.
 NAVIGATION = {
     "Guides": [
-        "docs/installing", "docs/tutorial", "docs/training", "docs/network", "docs/c_api", "docs/migrating_from_deepep",
-        "docs/migrating_from_nccl_ep", "docs/frameworks", "docs/report",
+        "docs/installing", "docs/tutorial", "docs/training", "docs/placement", "docs/network", "docs/c_api",
+        "docs/migrating_from_deepep", "docs/migrating_from_nccl_ep", "docs/frameworks", "docs/report",
     ],
     "Reference": [
-        "reference/nccl_ep", "reference/deep_ep", "reference/testing", "reference/c", "reference/c_added",
-        "docs/semantics", "docs/deepep", "docs/glossary", "docs/security",
+        "reference/nccl_ep", "reference/deep_ep", "reference/placement", "reference/testing", "reference/c",
+        "reference/c_added", "docs/semantics", "docs/deepep", "docs/glossary", "docs/security",
     ],
     "What has run": [
         "docs/status", "docs/performance", "docs/network_tests", "docs/example_model",
@@ -44,6 +44,7 @@ NAVIGATION = {
 MODULES = {
     "nccl_ep": "The two operations and the buffer. [Semantics](../docs/semantics.md) says what they promise.",
     "nccl_ep.deep_ep": "The names of DeepEP's V1, V2 and Hybrid-EP. [DeepEP's methods](../docs/deepep.md) compares.",
+    "nccl_ep.placement": "Experts that move. [The guide](../docs/placement.md) has the whole step.",
     "nccl_ep.testing": "Ranks as threads of one process: for tests, notebooks and debuggers.",
 }
 NOT_HERE = {  # names that another of the pages has

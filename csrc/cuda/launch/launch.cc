@@ -1,3 +1,4 @@
+#include "cuda/ht/expert_map.h"
 #include "cuda/ht/layout_info.h"
 #include "cuda/ht/token_layout.h"
 #include "cuda/launch/launch_util.h"
@@ -12,6 +13,7 @@ void load_kernels(bool masks_ranks) {
   load_ht_combine_kernels();
   load_layout_info_kernel();
   load_token_layout_kernel();
+  load_expert_map_kernel();
   if (!masks_ranks) return;
   load_masking_dispatch_kernels();
   load_masking_combine_kernels();
