@@ -52,7 +52,9 @@ void launch(const KernelArgs<HtRouteParams>& args, void* stream);
 void launch(const KernelArgs<HtDispatchParams>& args, void* stream);
 void launch(const KernelArgs<HtCombineParams>& args, void* stream);
 
-// Low latency with masks has kernels of its own: launch() chooses them.
+// Combine on few SMs has kernels of its own: launch() chooses them.
+void launch_streamed(const KernelArgs<LlCombineParams>& args, void* stream);
+// So has low latency with masks.
 void launch_masking(const KernelArgs<LlDispatchParams>& args, void* stream);
 void launch_masking(const KernelArgs<LlCombineParams>& args, void* stream);
 void launch_masking(const KernelArgs<LlCombineWeightsParams>& args, void* stream);

@@ -47,15 +47,17 @@ void load_kernel(Kernel kernel, int shared_bytes) {
 }
 
 // Builds with NCCL_EP_LAB: a plan from the environment, for measuring variants.
-// Low latency: "blocks,warps,sender_blocks,sender_warps,receiver_block0,receiver_warp0,receiver_warps,steps,groups". Of
-// eight numbers the last is both steps, which combine has no use for, and groups.
+// Low latency: "blocks,warps,sender_blocks,sender_warps,receiver_block0,receiver_warp0,receiver_warps,steps,groups,
+// streams". Of eight numbers the last is both steps, which combine has no use for, and groups.
 inline LlPlan tuned([[maybe_unused]] const char* variable, LlPlan plan) {
 #if defined(EP_LAB)
   if (const char* text = std::getenv(variable)) {
-    const int count = std::sscanf(text, "%d,%d,%d,%d,%d,%d,%d,%d,%d", &plan.blocks, &plan.warps, &plan.sender_blocks,
+    int streams = 0;
+    const int count = std::sscanf(text, "%d,%d,%d,%d,%d,%d,%d,%d,%d,%d", &plan.blocks, &plan.warps, &plan.sender_blocks,
                                   &plan.sender_warps, &plan.receiver_block0, &plan.receiver_warp0, &plan.receiver_warps,
-                                  &plan.steps, &plan.groups);
+                                  &plan.steps, &plan.groups, &streams);
     if (count == 8) plan.groups = plan.steps;
+    plan.streams = streams != 0;
   }
 #endif
   return plan;
@@ -85,6 +87,7 @@ inline HtPlan tuned([[maybe_unused]] const char* variable, HtPlan plan) {
 
 void load_dispatch_kernels();
 void load_combine_kernels();
+void load_streamed_combine_kernels();
 void load_masking_dispatch_kernels();
 void load_masking_combine_kernels();
 void load_ht_route_kernels();

@@ -4,8 +4,10 @@ namespace ep {
 
 LlPlan plan_of(const LlCombineParams& p, int tokens, const Arch& arch) {
   LlPlan plan = tuned("EP_PLAN_C", plan_combine({tokens, p.hidden, p.phase != Phase::kFused,
-                                                 p.phase == Phase::kFused && p.domain_size != p.shape.num_ranks},
+                                                 p.phase == Phase::kFused && p.domain_size != p.shape.num_ranks,
+                                                 can_stream(p) ? p.shape.max_tokens : 0},
                                                 arch));
+  plan.streams = plan.streams && can_stream(p);
   if (p.signals.counters != nullptr) {  // few blocks, and nobody in them receives
     plan.receiver_warps = 1;
     plan.sender_warps = plan.receiver_warp0 = plan.warps - 2;
@@ -32,11 +34,15 @@ void check_served(const LlCombineParams& p, const Arch&) {
 }
 void check_served(const LlCombineWeightsParams&, const Arch&) {}
 
-void load_combine_kernels() { load_all(); }
+void load_combine_kernels() {
+  load_all();
+  load_streamed_combine_kernels();
+}
 
 [[maybe_unused]] static const bool has_stamps = add_stamps_reader("ll_combine", &read_stamps);
 
 void launch(const KernelArgs<LlCombineParams>& args, void* stream) {
+  if (args.plan.streams) return launch_streamed(args, stream);
   return args.peers.can_be_masked ? launch_masking(args, stream) : launch_one(args, stream);
 }
 

@@ -5,6 +5,7 @@
 #include "cuda/ll/combine/receive.cuh"
 #include "cuda/ll/combine/send.cuh"
 #include "cuda/ll/combine/signalled_rows.cuh"
+#include "cuda/ll/combine/streamed_rows.cuh"
 
 namespace ep {
 inline namespace EP_KERNELS {
@@ -76,6 +77,40 @@ __device__ __forceinline__ void combine(const LlArgs<LlCombineParams>& args, Blo
     });
   } else {
     begin();
+  }
+  stamp(Stamp::kEnd, peers.rank);
+}
+
+// The same on few SMs, where rows come through rings in shared memory.
+template <DType kType, bool kHome>
+__device__ __forceinline__ void combine_streamed(const LlArgs<LlCombineParams>& args, BlockPosition at, char* shared) {
+  const LlCombineParams& p = args.params;
+  const LsaPeers& peers = args.peers;
+  EP_SHARED(OpContext, context);
+  WarpContext op(context, WarpContext::NotYet{});
+  const CombineRole role{
+      {args.plan, at, lane_id(), warp_id()}, RailPart::of(args), p, args.geometry, peers, args.state};
+  stamp(Stamp::kStart, peers.rank);
+  ptx::launch_dependents();
+  if (is_leader_warp()) *unit_counter(role, shared) = 0;
+  ptx::wait_for_prerequisites();
+  HomeWeights<kHome> home_weights(role);
+  const Opening opening = open_op(context, args, Kind::kCombine, [&] { home_weights.prefetch(role); });
+  const auto begin = [&] {
+    const bool is_ok = begin_op(context, op, args, opening);
+    stamp(Stamp::kEpochKnown, peers.rank);
+    if (is_ok) home_weights.send(role, op);
+    return is_ok;
+  };
+  if (is_leader_warp()) {
+    const bool is_ok = begin();
+    if (is_ok && role.is_control()) send_headers(op, p.offsets, peers);
+    advance_epoch(args, opening, Kind::kCombine, at);
+    if (!is_ok) return;
+    if (role.is_creditor()) send_credits(op, p.offsets, peers);
+    if (role.is_control()) check_headers(op, p.offsets, peers, p.wait_cost);
+  } else {
+    stream_rows<kType, kHome>(role, op, shared, begin);
   }
   stamp(Stamp::kEnd, peers.rank);
 }

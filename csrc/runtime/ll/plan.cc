@@ -9,8 +9,11 @@ namespace {
 
 // Up to so many, what counts is how soon the first rows leave.
 constexpr int kFewTokens = 48;
-constexpr int kFewPieces = 48 * 28;           // of combine, 256 numbers each
-constexpr int kFewBlocks = 48;                // below, what counts is how much a sending block has under way
+constexpr int kFewPieces = 48 * 28;  // of combine, 256 numbers each
+constexpr int kFewBlocks = 48;       // below, what counts is how much a sending block has under way
+// A warp of a combine has the loads of one piece under way at a time. Where it has this many pieces and more, and SMs
+// are few, rings of loads take less time than waits.
+constexpr int kMostStreamSms = 64, kStreamPieces = 24;
 constexpr int kSliceBytes = 32 * kStepBytes;  // of a row channel of a link: what keeps the warps of a block busy
 
 // Blocks that only send, the lowest ones: a quarter fills the links, the rest have the copying to do.
@@ -70,7 +73,16 @@ LlPlan plan_combine(const LlCombineSizes& sizes, const Arch& arch) {
   plan.blocks = num_sms;
   plan.warps = 20;
   plan.groups = 4;
-  const bool is_mixed = sizes.is_staged || sizes.num_tokens * ceil_div(sizes.hidden, 256) <= kFewPieces || num_sms == 1;
+  const int row_pieces = ceil_div(sizes.hidden, 256), pieces = sizes.num_tokens * row_pieces;
+  if (num_sms <= kMostStreamSms && sizes.max_tokens * row_pieces > kStreamPieces * num_sms) {
+    plan.streams = true;
+    plan.warps = 16;
+    plan.sender_blocks = num_sms;
+    plan.sender_warps = plan.receiver_warp0 = 9;  // which receive when they have sent
+    plan.receiver_warps = 6;
+    return plan;
+  }
+  const bool is_mixed = sizes.is_staged || pieces <= kFewPieces || num_sms == 1;
   if (is_mixed && !sizes.is_apart) {
     plan.sender_blocks = num_sms;
     plan.sender_warps = plan.receiver_warp0 = 9;
@@ -88,7 +100,8 @@ std::string describe(const LlPlan& plan) {
   return concat(plan.blocks, " blocks of ", plan.warps, " warps: blocks [0, ", plan.sender_blocks, ") send with ",
                 plan.sender_warps, " warps, blocks [", plan.receiver_block0, ", ", plan.blocks, ") receive with ",
                 plan.receiver_warps, " warps from warp ", plan.receiver_warp0, "; steps of a piece: ", plan.steps,
-                ", groups of senders: ", plan.groups, plan.pdl ? ", programmatic launch" : "");
+                ", groups of senders: ", plan.groups, plan.streams ? ", rings" : "",
+                plan.pdl ? ", programmatic launch" : "");
 }
 
 std::string describe(const RailPlan& plan) {

@@ -27,6 +27,7 @@ struct LlPlan {
   int steps = 1;     // dispatch: steps of a piece, the unit of work of a warp
   bool pdl = false;  // programmatic dependent launch
   int groups = 1;    // combine: of sending blocks, each with a counter of tickets. What does not divide them is lowered
+  bool streams = false;  // combine: rows come through rings in shared memory
 
   EP_HD int threads() const { return warps * 32; }
   EP_HD int senders() const { return sender_blocks * sender_warps; }
@@ -45,6 +46,7 @@ struct LlCombineSizes {
   int hidden = 0;
   bool is_staged = false;  // a send or a receive
   bool is_apart = false;   // between domains: senders and receivers have blocks of their own, two at least
+  int max_tokens = 0;      // streams: of any rank, so that all do or none; 0: no kernel streams these rows
 };
 
 // Blocks of an operation between domains that are for the network (LlRail).

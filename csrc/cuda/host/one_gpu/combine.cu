@@ -2,10 +2,14 @@
 
 namespace ep {
 
-void load_world_combine() { load_all(); }
+void load_world_combine() {
+  load_all();
+  load_world_streamed_combine();
+}
 
 void launch_world(const KernelArgs<LlCombineParams>* host_args, const KernelArgs<LlCombineParams>* args, int num_ranks,
                   void* stream) {
+  if (host_args->plan.streams) return launch_streamed_world(host_args, args, num_ranks, stream);
   if (host_args->peers.can_be_masked) return launch_masking_world(host_args, args, num_ranks, stream);
   launch_all(host_args, args, num_ranks, stream);
 }

@@ -15,6 +15,7 @@ class World;
 // ---- One domain
 void load_world_dispatch();
 void load_world_combine();
+void load_world_streamed_combine();
 void load_world_masking_dispatch();
 void load_world_masking_combine();
 void load_world_ht_route();
@@ -35,7 +36,10 @@ void launch_world(const KernelArgs<HtDispatchParams>* host_args, const KernelArg
                   int num_ranks, void* stream);
 void launch_world(const KernelArgs<HtCombineParams>* host_args, const KernelArgs<HtCombineParams>* args, int num_ranks,
                   void* stream);
-// Low latency with masks has kernels of its own: launch_world() chooses them.
+// Combine on few SMs has kernels of its own: launch_world() chooses them.
+void launch_streamed_world(const KernelArgs<LlCombineParams>* host_args, const KernelArgs<LlCombineParams>* args,
+                           int num_ranks, void* stream);
+// So has low latency with masks.
 void launch_masking_world(const KernelArgs<LlDispatchParams>* host_args, const KernelArgs<LlDispatchParams>* args,
                           int num_ranks, void* stream);
 void launch_masking_world(const KernelArgs<LlCombineParams>* host_args, const KernelArgs<LlCombineParams>* args,

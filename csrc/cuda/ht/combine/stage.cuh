@@ -2,8 +2,9 @@
 // tables, weights of the home rank, and the rows that are added up or copied to the staging rows.
 #pragma once
 
+#include "cuda/device/row_stream.cuh"
 #include "cuda/device/scans.cuh"
-#include "cuda/ht/combine/row_stream.cuh"
+#include "cuda/ht/common/geometry.h"
 #include "cuda/ht/common/messages.cuh"
 #include "cuda/ht/common/signals.cuh"
 #include "cuda/ht/common/tables.cuh"
@@ -12,6 +13,10 @@
 
 namespace ep {
 inline namespace EP_KERNELS {
+
+using CopyRing = CopyRingOf<HtCombineGeometry::kRingItems, HtCombineGeometry::kPieceSteps>;
+template <class Work>
+using RowStream = RowStreamOf<CopyRing, Work>;
 
 struct CombineTables {
   Offset* offsets;  // [R] of rows that are read in place

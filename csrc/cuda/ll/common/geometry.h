@@ -253,11 +253,19 @@ struct LlCombineGeometry {
   int receivers = 0;          // receiving warps, to which the pieces of own tokens go by their numbers
   uint32_t source_bytes = 0;  // from a source's rows in the window to the next one's
   Divisor by_local_experts;
+  int row_lanes = 0, ring_bytes = 0;  // plan.streams: lanes' worths of a row; shared memory of a block
+
+  // A ring of plan.streams: pieces of rows, each of so many steps.
+  static constexpr int kStreamSteps = 4, kRingItems = 6, kRingBytes = kRingItems * kStreamSteps * kStepBytes;
+  static constexpr int kCounterBytes = 16;
 
   // `lane_elements`: what a lane holds of a piece.
   static LlCombineGeometry of(const LlCombineParams& p, const LlPlan& plan, int lane_elements) {
     check(plan);
     LlCombineGeometry g;
+    const int piece_elements = 32 * lane_elements * (plan.streams ? kStreamSteps : 1);
+    g.row_lanes = p.hidden / lane_elements;
+    if (plan.streams) g.ring_bytes = (plan.warps - 1) * kRingBytes + kCounterBytes;
     g.output_rows = static_cast<int>(p.output.rows());
     g.home_step = p.phase == Phase::kSend ? 0 : 1;
     g.homes = p.shape.num_ranks - g.home_step;
@@ -266,7 +274,7 @@ struct LlCombineGeometry {
     g.sender_warps = sends(p.phase) && g.homes > 0 ? plan.sender_warps : 0;
     g.receiver_warps = receives(p.phase) ? plan.receiver_warps : 0;
     g.is_busy = p.num_tokens >= kBusyTokens;
-    g.schedule = WorkSchedule::of(plan.sender_blocks, plan.sender_warps, ceil_div(p.hidden, 32 * lane_elements),
+    g.schedule = WorkSchedule::of(plan.sender_blocks, plan.sender_warps, ceil_div(p.hidden, piece_elements),
                                   g.homes > 0 ? g.homes : 1, plan.groups);
     g.receivers = plan.receivers();
     g.source_bytes = p.offsets.row_part_bytes;

@@ -4,19 +4,22 @@
 #pragma once
 
 #include "cuda/device/block_formats.cuh"
-#include "cuda/ht/common/geometry.h"
+#include "cuda/device/lanes.cuh"
 
 namespace ep {
 inline namespace EP_KERNELS {
 
+constexpr int kRingStepBytes = 32 * 16;  // a step of all lanes
+
 // A warp's ring in shared memory. An item is a piece of a row. A lane reads what it has copied itself, so that it waits
 // for its own copies and for no other lane.
-class CopyRing {
+template <int kNumItems, int kNumSteps>
+class CopyRingOf {
  public:
-  static constexpr int kItems = HtCombineGeometry::kRingItems, kSteps = HtCombineGeometry::kPieceSteps;
-  static constexpr int kStepBytes = HtCombineGeometry::kStepBytes, kItemBytes = kSteps * kStepBytes;
+  static constexpr int kItems = kNumItems, kSteps = kNumSteps;
+  static constexpr int kStepBytes = kRingStepBytes, kItemBytes = kSteps * kStepBytes;
 
-  __device__ __forceinline__ explicit CopyRing(char* ring)
+  __device__ __forceinline__ explicit CopyRingOf(char* ring)
       : own_(ptx::shared_address(ring) + lane_id() * (kStepBytes / 32)) {}
   __device__ __forceinline__ bool has_room() const { return prefetched_ - added_ < kItems; }
 
@@ -70,9 +73,9 @@ template <DType kType, int kCount>
 __device__ __forceinline__ Numbers<kType, kCount> ringed(ptx::SharedAddress item, int step) {
   Numbers<kType, kCount> numbers;
   if constexpr (kIsBlockFormat<kType>) {
-    numbers.load_shared(item + step * CopyRing::kStepBytes, {0, lane_id()});
+    numbers.load_shared(item + step * kRingStepBytes, {0, lane_id()});
   } else {
-    numbers.load_shared(item + step * CopyRing::kStepBytes);
+    numbers.load_shared(item + step * kRingStepBytes);
   }
   return numbers;
 }
@@ -127,16 +130,16 @@ struct PieceRange {
 //   PieceRange pieces                                       of the unit turned to last
 //   bool turn(unsigned unit)                                the next one; false: none whose rows may be read now
 //   bool await()                                            until there is one; false: there will be none
-//   void prefetch(CopyRing&, unsigned unit, int row,       of the unit turned to last
+//   void prefetch(Ring&, unsigned unit, int row,           of the unit turned to last
 //                 int piece)
 //   void take_over()                                        it is the one whose rows are added
 //   void begin(unsigned unit, int piece, sum), void add(unsigned unit, int row, SharedAddress item, sum)
 //   void store(unsigned unit, int piece, sum)
 //   void finish(unsigned unit)                              all its pieces are stored
-template <class Work>
-struct RowStream {
+template <class Ring, class Work>
+struct RowStreamOf {
   Work& work;
-  CopyRing ring;
+  Ring ring;
   unsigned num_turned = 0, num_begun = 0;  // units; at most one more is turned to
   int prefetched_piece = work.pieces.end;  // of the unit turned to last; there is none yet
   unsigned to_prefetch = 0;                // of that piece
@@ -164,7 +167,7 @@ struct RowStream {
   }
 
   __device__ __forceinline__ void run() {
-    float sum[CopyRing::kSteps][Work::kCount];
+    float sum[Ring::kSteps][Work::kCount];
     fill(sum, 0.0f);
     int piece = 0, end = 0;
     unsigned to_add = 0;
