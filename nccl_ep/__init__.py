@@ -6,6 +6,7 @@ import torch  # noqa: F401  (its libraries must be loaded before the extension)
 
 from . import extension, log, recording  # noqa: F401  (extension first: it says if there is none)
 from ._version import __version__
+from .arrivals import Arrivals
 from .buffer import Buffer
 from .errors import EpError, MismatchError, OverflowError, SystemError, TimeoutError, UsageError
 from .events import EventHandle, EventOverlap
@@ -27,6 +28,7 @@ recording.set_up()
 
 __all__ = [
     "KEEP_PROGRAM_ORDER",
+    "Arrivals",
     "Buffer",
     "Config",
     "DispatchOutput",

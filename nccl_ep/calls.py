@@ -14,6 +14,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils._device import DeviceContext
 
 from . import _C
+from .arrivals import Arrivals, announced, require_arrivals
 from .buffer import Buffer, require_buffer
 from .checks import error_of, require_biases, require_bools, require_extras, require_on, require_tensors
 from .choices import Exact, LayoutName, Mode, QuantName, Weighting, WireFormat
@@ -95,6 +96,7 @@ class DispatchCall:
     scales: torch.Tensor | None
     extra: Sequence[torch.Tensor]
     shape: DispatchShape
+    arrivals: Arrivals | None = None
 
     @staticmethod
     def of(
@@ -113,8 +115,11 @@ class DispatchCall:
         quant: QuantName | None,
         zero_padding: bool,
         num_sms: int,
+        arrivals: Arrivals | None = None,
     ) -> DispatchCall:
         require_buffer(buffer)
+        if arrivals is not None:
+            require_arrivals(arrivals, buffer)
         tensors = (x, topk_idx, topk_weights, scales)
         if x is None or topk_idx is None or is_dynamo_compiling() or not _on_same_device(buffer._seq, *tensors):
             require_tensors(x=x, topk_idx=topk_idx)
@@ -139,7 +144,9 @@ class DispatchCall:
         shape = DispatchShape(
             buffer, x.shape[0], topk, num_experts, alignment, quant is not None, scales is not None, *checked
         )
-        return DispatchCall(x, topk_idx, topk_weights, scales, extra, shape)
+        if arrivals is not None and len(extra) > 0 and checked[0] == "ll":
+            raise ValueError(f"{len(extra)} extra tensors, but a dispatch of low latency with arrivals takes none")
+        return DispatchCall(x, topk_idx, topk_weights, scales, extra, shape, arrivals)
 
     def args(self) -> tuple[Any, ...]:
         """What ``ll_dispatch`` takes behind ``seq``."""
@@ -148,6 +155,8 @@ class DispatchCall:
     def run(self, out: DispatchOutput | None = None) -> DispatchOutput:
         if self.shape.mode == "ll" and out is not None:
             raise ValueError("out is for high throughput, and this is a low-latency dispatch")
+        if self.arrivals is not None:
+            self.arrivals.begin()
         try:
             received, moved = self._run(out)
         except RuntimeError as error:
@@ -156,6 +165,10 @@ class DispatchCall:
 
     def _run(self, out: DispatchOutput | None) -> tuple[Sequence[torch.Tensor], tuple[torch.Tensor, ...]]:
         """What ``DispatchShape.output`` takes, and the rows of ``extra``."""
+        with announced(self.arrivals):
+            return self._run_announced(out)
+
+    def _run_announced(self, out: DispatchOutput | None) -> tuple[Sequence[torch.Tensor], tuple[torch.Tensor, ...]]:
         if self.shape.mode == "ht":
             return route_and_send(self, out)
         op = _ops.ll_dispatch.default if is_dynamo_compiling() else _ll_dispatch_packed
@@ -189,6 +202,8 @@ class DispatchCall:
             received, moved = self._run(None)
             return (*received, *moved)
 
+        if self.arrivals is not None:
+            self.arrivals.begin()
         try:
             sent, event = run_on_comm_stream(shape.buffer, call, (*self.args()[:4], *self.extra), True)
         except RuntimeError as error:
@@ -196,7 +211,7 @@ class DispatchCall:
         end = len(sent) - count
         # x is the event's to keep. A quantised one that wants a gradient stays for that, too.
         given = x if shape.quantises and wants_gradient(x) else None
-        return Pending(lambda: shape.output(given, sent[:end], sent[end:]), event)
+        return Pending(lambda: shape.output(given, sent[:end], sent[end:]), event, is_early=self.arrivals is not None)
 
     def _send_split(self) -> Pending[DispatchOutput]:
         shape, buffer = self.shape, self.shape.buffer
@@ -207,6 +222,8 @@ class DispatchCall:
             like_x = _ops.carrier.default(self.x)
             like_weights = None if self.topk_weights is None else _ops.carrier.default(self.topk_weights)
         self._receive_lost()
+        if self.arrivals is not None:
+            self.arrivals.begin()
         try:
             with torch.no_grad():  # ll_dispatch_recv has the gradient
                 sent = _ops.ll_dispatch_send.default(buffer._seq, *self.args())
@@ -220,7 +237,8 @@ class DispatchCall:
 
         def receive() -> DispatchOutput:
             try:
-                received = open_send.receive(buffer)
+                with announced(self.arrivals):
+                    received = open_send.receive(buffer)
             except RuntimeError as error:
                 raise error_of(buffer, error) from error
             return shape.output(like_x, (*received, sent))

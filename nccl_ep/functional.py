@@ -9,6 +9,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from . import _C
+from .arrivals import Arrivals
 from .buffer import Buffer
 from .calls import CombineCall, DispatchCall
 from .checks import error_of, require_bools, require_on, require_tensors
@@ -43,6 +44,7 @@ def dispatch(
     zero_padding: bool = False,
     out: DispatchOutput | None = None,
     num_sms: int = 0,
+    arrivals: Arrivals | None = None,
 ) -> DispatchOutput:
     """Sends every token to the ranks of its experts, once a rank. Collective; the same results whatever the timing.
 
@@ -68,6 +70,8 @@ def dispatch(
         zero_padding: rows of the output that do not exist are zeroed.
         out: HT: an earlier output of the same call, whose tensors (the handle's too) are written again.
         num_sms: CUDA: thread blocks to use, as many on all ranks; 0 chooses.
+        arrivals: where each block of rows is announced as soon as it lies at its place, for a consumer that runs
+            beside the operation. expert_major and packed. Other ranks need not give any.
 
     Raises:
         ValueError: an argument that cannot be served, with its value; nothing was sent.
@@ -77,10 +81,10 @@ def dispatch(
 
     Source: NCCL EP's ``ncclEpDispatch`` (arXiv 2603.13606), DeepEP's ``low_latency_dispatch`` and ``dispatch``.
     """
-    if is_dynamo_compiling() or out is not None or type(extra) is not tuple or extra:
+    if is_dynamo_compiling() or out is not None or arrivals is not None or type(extra) is not tuple or extra:
         return DispatchCall.of(
             x, topk_idx, topk_weights, scales, extra, buffer, num_experts, mode, layout, max_tokens, capacity,
-            expert_alignment, quant, zero_padding, num_sms,
+            expert_alignment, quant, zero_padding, num_sms, arrivals,
         ).run(out)  # fmt: skip
     try:
         made: DispatchOutput = _dispatch(
@@ -110,6 +114,7 @@ def dispatch_send(
     zero_padding: bool = False,
     num_sms: int = 0,
     async_finish: bool = False,
+    arrivals: Arrivals | None = None,
 ) -> Pending[DispatchOutput]:
     """The send of ``dispatch``, with its arguments but ``out``; ``receive()`` gives the output.
 
@@ -118,7 +123,9 @@ def dispatch_send(
 
     With ``async_finish`` the whole operation runs at once on the buffer's own stream (``buffer.get_comm_stream()``),
     beside what the caller puts on the current one, and ``receive()`` makes the current stream wait for ``event``. Any
-    number may be open; x must not be overwritten before the event. High throughput has this form only.
+    number may be open; x must not be overwritten before the event. High throughput has this form only. With
+    ``arrivals``, ``early_output`` is the output whose rows are still coming, for kernels on the current stream that
+    wait for its blocks.
 
     Raises: as ``dispatch``, here or in ``receive()``.
 
@@ -126,7 +133,7 @@ def dispatch_send(
     """
     return DispatchCall.of(
         x, topk_idx, topk_weights, scales, extra, buffer, num_experts, mode, layout, max_tokens, capacity,
-        expert_alignment, quant, zero_padding, num_sms,
+        expert_alignment, quant, zero_padding, num_sms, arrivals,
     ).send(async_finish)  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
@@ -88,8 +89,10 @@ class Pending(Generic[T]):
         event: with ``async_finish``, of the end of the operation; else ``event.event`` is None.
     """
 
-    def __init__(self, receive: Callable[[], T], event: EventOverlap | None = None) -> None:
-        self._receive: Callable[[], T] | None = receive
+    def __init__(self, receive: Callable[[], T], event: EventOverlap | None = None, is_early: bool = False) -> None:
+        """is_early: the result may be had before it is complete."""
+        self._early = functools.cache(receive) if is_early else None
+        self._receive: Callable[[], T] | None = self._early or receive
         self._end = "this operation was received already"
         self._open_send: OpenSend | None = None  # of a split call, to be received
         self.event = event or EventOverlap()
@@ -101,6 +104,14 @@ class Pending(Generic[T]):
             pending._open_send = open_send
             open_send.open(buffer, pending)
         return pending
+
+    @property
+    def early_output(self) -> T:
+        """The output of a dispatch with ``async_finish`` and ``arrivals``, whose rows are still coming. Counts, weights
+        and the handle are complete after ``receive`` alone. UsageError for any other operation."""
+        if self._early is None or self._receive is None:
+            raise UsageError("early_output is of a dispatch with async_finish and arrivals that is not received yet")
+        return self._early()
 
     def receive(self) -> T:
         """Waits for the other ranks and returns the result. UsageError if it was called already."""

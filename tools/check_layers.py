@@ -18,7 +18,8 @@ def messages(root: Path, names: list[str]) -> Iterator[str]:
     csrc, core = root / "csrc", root / "nccl_ep"
     texts = {path: path.read_text() for name in names if (path := root / name).suffix in SUFFIXES}
     sources = {path: text for path, text in texts.items() if csrc in path.parents}
-    packages = {path: text for path, text in texts.items() if {core, root / "bench"} & set(path.parents)}
+    in_packages = {core, root / "bench"}
+    packages = {p: text for p, text in texts.items() if p.suffix in (".py", ".pyi") and in_packages & set(p.parents)}
     for path, text in sources.items():
         yield from (f"{path.relative_to(root)} {fault}" for fault in cpp.faults(csrc, path, text))
     for path, text in packages.items():

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "base/testing.h"
+#include "cpu/common/arrivals.h"
 #include "cpu/common/ids.h"
 #include "cpu/common/rows.h"
 #include "cpu/ht/operations.h"
@@ -310,6 +311,7 @@ void cpu_ht_dispatch(const HtDispatchParams& p, Transport& transport, CpuState& 
   try {
     run(p, exchange, state);
   } catch (const Error&) {  // the buffer has failed: nothing was received
+    CpuArrivals::fail(p.arrivals);
     if (routes(p.variant)) std::fill(p.info, p.info + p.output.info_size(), 0);
     if (sends_metadata(p.variant)) clear_row_info(p.output, p.is_idx64, p.out_topk_idx, p.out_weights, p.row_expert);
     throw;

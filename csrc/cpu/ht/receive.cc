@@ -4,6 +4,7 @@
 #include <cstring>
 #include <vector>
 
+#include "cpu/common/arrivals.h"
 #include "cpu/common/ids.h"
 #include "cpu/ht/operations.h"
 #include "layout/ht/routing.h"
@@ -14,7 +15,10 @@ namespace {
 class Received {
  public:
   Received(const HtDispatchParams& p, HtExchange& exchange)
-      : p_(p), exchange_(exchange), is_filled_(p.options.zero_padding ? p.output.rows() : 0, 0) {}
+      : p_(p),
+        exchange_(exchange),
+        is_filled_(p.options.zero_padding ? p.output.rows() : 0, 0),
+        arrivals_(p.arrivals, p.output, p.info) {}
 
   void place() {
     if (sends_metadata(p_.variant)) {
@@ -71,9 +75,11 @@ class Received {
       if (row < 0) continue;
       put_row(slot, first, row);
       if (first == kNoRow) first = row;
-      if (!sends_metadata(p_.variant)) continue;
-      p_.out_weights[row] = weights[k];
-      if (p_.row_expert != nullptr) p_.row_expert[row] = expert_of(row);
+      if (sends_metadata(p_.variant)) {
+        p_.out_weights[row] = weights[k];
+        if (p_.row_expert != nullptr) p_.row_expert[row] = expert_of(row);
+      }
+      arrivals_.place(row);
     }
   }
 
@@ -103,6 +109,7 @@ class Received {
   const HtDispatchParams& p_;
   HtExchange& exchange_;
   std::vector<char> is_filled_;
+  CpuArrivals arrivals_;
   std::vector<int64_t> experts_;
 };
 

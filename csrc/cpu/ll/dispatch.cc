@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "base/testing.h"
+#include "cpu/common/arrivals.h"
 #include "cpu/common/ids.h"
 #include "cpu/common/rows.h"
 #include "cpu/ll/exchange.h"
@@ -135,6 +136,7 @@ void receive_rows(const LlDispatchParams& p, Exchange& exchange, const Routing& 
   const bool expert_rows = has_expert_rows(p.output.layout);
   Words words(p.row.wire_bytes() / 4);
   std::vector<char> is_filled(p.options.zero_padding ? p.output.rows() : 0, 0);
+  CpuArrivals arrivals(p.arrivals, p.output, p.info);
   for (int source = 0; source < exchange.num_ranks(); source++) {
     for (int token = 0; token < routing.tokens[source]; token++) {
       const size_t slot = p.offsets.slot(source, token);
@@ -150,6 +152,7 @@ void receive_rows(const LlDispatchParams& p, Exchange& exchange, const Routing& 
         if (expert_rows) {
           p.out_weights[row] = weights[slot * p.shape.topk + k];
           if (p.row_expert != nullptr) p.row_expert[row] = ids[k];
+          arrivals.place(row);
           continue;
         }
         for (int j = 0; j < p.shape.topk; j++) {
@@ -217,6 +220,7 @@ void cpu_dispatch(const LlDispatchParams& p, Transport& transport, CpuState& sta
   try {
     receive(p, state, exchange);
   } catch (const Error&) {  // the buffer has failed: nothing was received
+    CpuArrivals::fail(p.arrivals);
     std::fill(p.info, p.info + p.output.info_size(), 0);
     clear_row_info(p.output, p.is_idx64, p.out_topk_idx, p.out_weights, p.row_expert);
     throw;

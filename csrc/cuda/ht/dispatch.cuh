@@ -68,6 +68,7 @@ __device__ __forceinline__ void ht_send(const HtArgs<HtDispatchParams>& args, Bl
   const bool with_routes = sends_metadata(p.variant);
   if (with_routes) send_metadata(role);
   if (has_routed && at.block == at.num_blocks - 1 && role.helper() == 0) store_info(p, op, role.tables);
+  if (at.block == at.num_blocks - 1 && role.helper() == 0) plan_arrivals(role);
   clear_gaps(role);
   if (with_routes && !await_routes(role)) return give_up(role);
   const bool with_choices = with_routes && !has_expert_rows(p.output.layout);

@@ -9,6 +9,7 @@
 #include "layout/common/wire.h"
 #include "layout/ht/handle.h"
 #include "layout/ht/offsets.h"
+#include "runtime/common/arrivals.h"
 #include "runtime/common/params.h"
 #include "runtime/options.h"
 
@@ -95,6 +96,7 @@ struct HtDispatchParams {
   void* out_topk_idx = nullptr;
   float* out_weights = nullptr;
   int chunks = 1;  // CUDA fills it in: the plan's, of the kernel that sends
+  Arrivals arrivals;
 
   // Where the operation quantises part 0, its rows travel as e4m3, and the next part is the scales.
   void add_quant_scales() {

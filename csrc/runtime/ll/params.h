@@ -8,6 +8,7 @@
 #include "layout/common/shape.h"
 #include "layout/common/wire.h"
 #include "layout/ll/offsets.h"
+#include "runtime/common/arrivals.h"
 #include "runtime/common/params.h"
 #include "runtime/options.h"
 
@@ -73,6 +74,7 @@ struct LlDispatchParams {
   int64_t* layout_range = nullptr;  // [L, R] first row of a source in the expert << 32 | its rows there
   int32_t* recv_stats = nullptr;    // [bins] the counts are added
   int64_t* wait_cost = nullptr;     // [R] ns that this rank waited for each source are added
+  Arrivals arrivals;
 };
 
 // Counters of a kernel that still writes the rows of a combine, on another stream of the same device. A row may be read

@@ -171,6 +171,8 @@ HtTensors run_ht_dispatch(const at::Tensor& seq, const HtPayload& payload, const
     p.output = output_shape(group.num_ranks(), config,
                             p.output.layout == OutputLayout::kRankMajor ? config.max_tokens : t.num_rows);
   }
+  p.arrivals = registered->take_arrivals();
+  if (p.arrivals.state != nullptr) p.arrivals.check(p.output);
   const OutputTypes types = output_types(row, p.options.quant, p.output);
   const HtHandleShape handle = ht_handle_shape(p.output, group, row.num_tokens, t.num_slots);
   if (how.routed != nullptr) {

@@ -6,6 +6,8 @@ namespace ep {
 namespace {
 
 void run_into(DispatchOutputs& outputs, LlDispatchParams& p, const InputTypes& row, const OnGroup& on) {
+  if (receives(p.phase)) p.arrivals = on.registered->take_arrivals();
+  if (p.arrivals.state != nullptr) p.arrivals.check(p.output);
   on.group.prepare(p);  // refuses what does not fit before memory is taken for it
   outputs.take(p, row, on.group, on.device);
   void* stream = on.registered->order.next_stream(on.device);

@@ -6,6 +6,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 
 #include "runtime/group.h"
 #include "torch/ops/arena_pool.h"
@@ -18,8 +19,11 @@ struct Registered {
   std::string name;
   std::shared_ptr<Group> group;
   StreamOrder order;
-  int process = 0;  // that made the buffer
-  int forks = 0;    // of which it was the child, as far as known
+  Arrivals arrivals;  // of the next dispatch
+  int process = 0;    // that made the buffer
+  int forks = 0;      // of which it was the child, as far as known
+
+  Arrivals take_arrivals() { return std::exchange(arrivals, {}); }
 
   // On a GPU; null where outputs cannot lie in the arena. Made when first asked for.
   ArenaPool* pool() {

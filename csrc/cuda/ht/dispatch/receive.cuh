@@ -2,6 +2,7 @@
 // do not exist, the info tensor. ht_send() in dispatch.cuh calls it.
 #pragma once
 
+#include "cuda/device/arrivals.cuh"
 #include "cuda/device/copy.cuh"
 #include "cuda/ht/common/signals.cuh"
 #include "cuda/ht/common/work.cuh"
@@ -176,7 +177,9 @@ struct PlacedSlot {
     const int lanes = has_expert_rows(p.output.layout) ? p.shape.topk : 1;
     // Past the slots or the output: in a handle that was changed.
     const bool has_slot = !role.keeps_slots() || slot < p.handle.num_slots;
-    put_rows(role, at.source, slot, has_slot && role.lane < lanes && row < p.output.rows() ? row : kNoRow);
+    const int32_t place = has_slot && role.lane < lanes && row < p.output.rows() ? row : kNoRow;
+    put_rows(role, at.source, slot, place);
+    if (p.arrivals.state != nullptr) count_rows_arrived(p.arrivals, p.output, place);
   }
   // Metadata goes to the handle and the outputs.
   __device__ __forceinline__ void keep(const ReceiveRole& role) const {
@@ -254,6 +257,24 @@ static __device__ __noinline__ void store_info(const HtDispatchParams& p, const 
       p.output, p.info, op, [&](int bin) { return demand[bin]; }, [&](int bin) { return start[bin]; });
 }
 
+// ---- Arrivals
+
+// One warp of the rank: how many rows of each block are to come.
+__device__ __forceinline__ void plan_arrivals(const ReceiveRole& role) {
+  const HtDispatchParams& p = role.p;
+  const OutputShape& output = p.output;
+  if (p.arrivals.state == nullptr) return;
+  const bool is_packed = output.layout == OutputLayout::kPacked;
+#pragma unroll 1
+  for (int e = role.lane; e < output.local_experts; e += 32) {
+    const int start = is_packed ? role.tables.start[e] : 0, next = is_packed ? role.tables.start[e + 1] : 0;
+    const auto kept = static_cast<int>(output.kept(start, max(p.handle.expert_counts[e], 0)));
+    plan_expert(p.arrivals, output, e, start, next, kept, 1);
+    if (e + 1 == output.local_experts) plan_rest(p.arrivals, output, next);
+  }
+  __syncwarp();
+}
+
 // ---- Rows that do not exist
 
 static __device__ __noinline__ void zero_row(const ReceiveRole& role, int32_t row) {
@@ -311,6 +332,7 @@ __device__ __forceinline__ void clear_gaps(const ReceiveRole& role) {
 
 // The operation has failed: nothing was received.
 static __device__ __noinline__ void clear_all(const ReceiveRole role) {
+  tell_failure(role.p.arrivals);
   // By the warp that has given up, as others may not have.
   if (role.p.info != nullptr && sends_metadata(role.p.variant)) clear_info(role.p.output, role.p.info);
   clear_rows(role, 0, role.p.output.rows(), false);

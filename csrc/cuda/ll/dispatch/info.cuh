@@ -1,6 +1,7 @@
 // What a dispatch writes apart from rows: the info tensor, and entries of rows that do not exist.
 #pragma once
 
+#include "cuda/device/arrivals.cuh"
 #include "cuda/ll/dispatch/routing_bitmap.cuh"
 #include "cuda/protocol/ids.cuh"
 
@@ -114,10 +115,10 @@ __device__ __forceinline__ void store_rest_of_info(const LlDispatchParams& p, co
 }
 
 // Warp `index` of the `warps` that write the info tensor, all of one block: each takes 32 bins at a time, and if there
-// are several, the last to finish writes the sums.
+// are several, the last to finish writes the sums. `units`: of a row, for arrivals.
 template <OutputLayout kLayout>
 __device__ __forceinline__ void store_info(const LlDispatchParams& p, const OpContext& op, const RoutingBitmap& bitmap,
-                                           int index, int warps) {
+                                           int index, int warps, int units) {
   const OutputShape& output = p.output;
   const int lane = lane_id(), first = index * 32 + lane;
   const uint32_t failure = ptx::ld_relaxed_gpu(&op.state->failure_flag.has_failed);  // then nothing counts
@@ -135,6 +136,11 @@ __device__ __forceinline__ void store_info(const LlDispatchParams& p, const OpCo
     p.info[output.demand_at() + bin] = demand;
     dropped += demand - kept;
     total += kept;
+    if (has_expert_rows(kLayout) && p.arrivals.state != nullptr) {
+      const int64_t next = kLayout == OutputLayout::kPacked ? bitmap.start(bin + 1) : 0;
+      plan_expert(p.arrivals, output, bin, start, next, kept, units);
+      if (bin + 1 == output.bins()) plan_rest(p.arrivals, output, next);
+    }
     if (p.recv_stats != nullptr) p.recv_stats[bin] += kept;
     if (has_expert_rows(kLayout) && p.layout_range != nullptr) store_ranges(p, bitmap, bin, has_failed);
   }

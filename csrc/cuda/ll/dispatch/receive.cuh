@@ -234,8 +234,12 @@ __device__ __forceinline__ bool place_piece(const DispatchRole& role, const Warp
                                              in.weight);
   }
   if (!__any_sync(~0u, place.wanted)) return true;
-  if (!in.template consume<kType>(role, op, bitmap)) return false;
+  if (!in.template consume<kType>(role, op, bitmap)) {
+    tell_failure(p.arrivals);
+    return false;
+  }
   store_piece(role, in, row, place.expert);
+  if (has_expert_rows(kLayout) && p.arrivals.state != nullptr) count_rows_arrived(p.arrivals, p.output, row);
   if (in.is_own) stamp(Stamp::kOwnDone, role.peers.rank);
   return true;
 }
@@ -252,6 +256,7 @@ static __device__ __noinline__ void store_nothing(const DispatchRole role) {
   const int64_t threads = static_cast<int64_t>(role.at.num_blocks) * blockDim.x;
   for (int64_t row = thread; row < p.output.rows(); row += threads) clear_entry(p, kExpertRows, row);
   if (role.at.block != role.at.num_blocks - 1) return;
+  tell_failure(p.arrivals);
   const int ranges = p.layout_range != nullptr ? p.output.bins() * p.shape.num_ranks : 0;
   for (int i = threadIdx.x; i < p.output.info_size(); i += blockDim.x) p.info[i] = 0;
   for (int i = threadIdx.x; i < p.shape.num_ranks; i += blockDim.x) p.handle.tokens[i] = 0;
@@ -328,7 +333,8 @@ __device__ __forceinline__ void receive(const DispatchRole& role, const WarpCont
   }
   if (has_duties) {
     if constexpr (kIsPacked) ptx::named_barrier(kDutiesBarrier, threads);
-    if (stores_info) store_info<kLayout>(p, op, bitmap, last_in_block, info_warps);
+    const auto row_units = static_cast<int>(role.geometry.by_receive_pieces.divisor);
+    if (stores_info) store_info<kLayout>(p, op, bitmap, last_in_block, info_warps, row_units);
     if (stores_rest) store_rest_of_info<kLayout>(p, bitmap);
     clear_gaps<kLayout>(p, bitmap, from_last, role.plan.receivers());
   }

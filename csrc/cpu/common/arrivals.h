@@ -1,0 +1,63 @@
+// How a dispatch of the host tells of rows that lie at their place (runtime/common/arrivals.h). Its consumer is another
+// thread.
+#pragma once
+
+#include <atomic>
+
+#include "runtime/common/arrivals.h"
+
+namespace ep {
+
+class CpuArrivals {
+ public:
+  // `info`: of the operation, filled. Nothing is told where nobody asks.
+  CpuArrivals(const Arrivals& arrivals, const OutputShape& output, const int32_t* info)
+      : arrivals_(arrivals), output_(output) {
+    if (arrivals_.state == nullptr) return;
+    expected_ = *arrivals_.header(Arrivals::kExpected);
+    back_ = arrivals_.blocks_of(output);
+    const int32_t* starts = info + output.offsets_at();
+    const bool is_packed = output.layout == OutputLayout::kPacked;
+    for (int e = 0; e < output.local_experts; e++) {
+      plan(e, is_packed ? starts[e] : 0, is_packed ? starts[e + 1] : 0, info[e]);
+    }
+    if (is_packed) plan(-1, starts[output.local_experts], output.capacity, 0);
+  }
+  // All of a row lies at its place.
+  void place(int32_t row) {
+    if (arrivals_.state == nullptr || row < 0) return;
+    const int block = arrivals_.block_of(output_, row);
+    if (++*arrivals_.entry(Arrivals::kMissing, block) == 0) announce(block, front_++);
+  }
+  static void fail(const Arrivals& arrivals) {
+    if (arrivals.state != nullptr) store(arrivals.header(Arrivals::kFailed), *arrivals.header(Arrivals::kExpected));
+  }
+
+ private:
+  template <class T>
+  static void store(T* word, T value) {
+    std::atomic_ref<T>(*word).store(value, std::memory_order_release);
+  }
+  void plan(int expert, int64_t start, int64_t next, int kept) {
+    arrivals_.for_blocks_of(output_, expert, start, next, kept,
+                            [&](const Arrivals::Block& block) { take(expert, block); });
+  }
+  void take(int expert, const Arrivals::Block& block) {
+    *arrivals_.entry(Arrivals::kRows, block.number) = block.rows;
+    *arrivals_.entry(Arrivals::kFirst, block.number) = block.first;
+    *arrivals_.entry(Arrivals::kExperts, block.number) = block.rows > 0 ? expert : -1;
+    *arrivals_.entry(Arrivals::kMissing, block.number) = -block.rows;
+    if (block.rows == 0) announce(block.number, --back_);
+  }
+  void announce(int block, int place) {
+    store(arrivals_.entry(Arrivals::kWords, block), expected_);
+    store(arrivals_.order(place), static_cast<int64_t>(expected_) << 32 | block);
+  }
+
+  const Arrivals arrivals_;
+  const OutputShape& output_;
+  int32_t expected_ = 0;
+  int front_ = 0, back_ = 0;  // places of the order that are taken, from either end
+};
+
+}  // namespace ep

@@ -1,0 +1,145 @@
+"""Rows of a dispatch that announce themselves, block by block, to a consumer that runs beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.compiler import is_dynamo_compiling
+
+from .buffer import Buffer, require_buffer
+from .checks import require_within
+from .choices import LayoutName
+from .errors import TimeoutError, UsageError
+
+# csrc/runtime/common/arrivals.h
+_EXPECTED, _FAILED, _HEADER, _TABLES, _MOST_BLOCKS = 0, 1, 16, 5, 65535
+_WORDS, _ROWS, _FIRST, _EXPERTS = range(4)
+
+
+def require_arrivals(arrivals: object, buffer: Buffer) -> None:
+    if not isinstance(arrivals, Arrivals):
+        raise TypeError(f"arrivals is a {type(arrivals).__name__}, must be nccl_ep.Arrivals")
+    if is_dynamo_compiling():
+        raise NotImplementedError("a dispatch with arrivals is not compiled: call it outside of what is compiled")
+    if arrivals.buffer is not buffer:
+        raise UsageError("arrivals are of another buffer")
+
+
+@contextlib.contextmanager
+def announced(arrivals: Arrivals | None) -> Iterator[None]:
+    """The dispatch inside tells of its rows."""
+    if arrivals is None:
+        yield
+        return
+    arrivals.arm()
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(RuntimeError):  # the buffer is gone
+            arrivals.disarm()
+        raise
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of rows that has arrived: rows [first, first + rows) of x, as [rows, H], all of one local expert."""
+
+    number: int
+    first: int
+    rows: int
+    expert: int
+
+
+class Arrivals:
+    """Memory in which dispatches announce blocks of rows, one dispatch after the other. It is never cleared.
+
+    A block has up to ``rows_per_block`` rows of one expert. In expert_major [L, C, H] block b of expert e has
+    number e * ceil(C / rows_per_block) + b. In packed [N, H] block b begins at row b * rows_per_block, and
+    ``expert_alignment`` must be a multiple of ``rows_per_block``.
+
+    The words are for the dispatch that was begun last. A consumer is enqueued behind the call that begins it, and has
+    ended before the next one is.
+
+    Attributes:
+        state: int32, the memory; csrc/runtime/common/arrivals.h has its parts.
+        expected: int32 [1] what a word of the present dispatch becomes. failed: int32 [1] becomes that where the
+            dispatch gives up.
+        words: int32 [blocks] ``expected`` where all rows of the block lie at their place.
+        rows, first, experts: int32 [blocks] of a block whose word has come: how many rows it has, the first of them as
+            a row of x seen as [rows, H], and their local expert (-1: no rows).
+        order: int64 [blocks] the blocks in the order in which they arrived: ``expected`` << 32 | block. Blocks without
+            rows stand last.
+    """
+
+    def __init__(self, buffer: Buffer, *, blocks: int, rows_per_block: int = 128) -> None:
+        """
+        Args:
+            blocks: of the largest output, see ``blocks_of``.
+            rows_per_block: 64 to 256 suit GEMMs.
+
+        Raises: ValueError, with the value.
+        """
+        require_buffer(buffer)
+        require_within(1, _MOST_BLOCKS, blocks=blocks)
+        require_within(1, 2**31 - 1, rows_per_block=rows_per_block)
+        self.blocks, self.rows_per_block = blocks, rows_per_block
+        order_at = _HEADER + (_TABLES * blocks + 1) // 2 * 2
+        self.buffer = buffer
+        self.state = torch.zeros(order_at + 2 * blocks, dtype=torch.int32, device=buffer.device)
+        tables = self.state[_HEADER : _HEADER + _TABLES * blocks].view(_TABLES, blocks)
+        self.expected = self.state[_EXPECTED : _EXPECTED + 1]
+        self.failed = self.state[_FAILED : _FAILED + 1]
+        self.words, self.rows, self.first, self.experts = (tables[each] for each in (_WORDS, _ROWS, _FIRST, _EXPERTS))
+        self.order = self.state[order_at:].view(torch.int64)
+
+    @staticmethod
+    def blocks_of(layout: LayoutName, capacity: int, num_local_experts: int, rows_per_block: int) -> int:
+        """Blocks of an output: ``capacity`` as in ``dispatch``, rows of an expert (expert_major) or in all (packed)."""
+        each = -(-capacity // rows_per_block)
+        return each * num_local_experts if layout == "expert_major" else each
+
+    def begin(self) -> None:
+        """``dispatch`` calls it, on the current stream, before its operation: words of earlier ones are old then."""
+        self.expected.add_(1)
+
+    def arm(self) -> None:
+        """``dispatch`` calls it: the buffer's next dispatch announces its rows here."""
+        torch.ops.nccl_ep.announce_rows.default(self.buffer._seq, self.state, self.blocks, self.rows_per_block)
+
+    def disarm(self) -> None:
+        torch.ops.nccl_ep.announce_rows.default(self.buffer._seq, None, 0, 0)
+
+    def has_failed(self) -> bool:
+        """Whether the present dispatch, or a consumer of it, has given up. The host waits for the current stream."""
+        return bool((self.failed == self.expected).item())
+
+    def await_blocks(self, timeout: float = 60.0, expected: int | None = None) -> Iterator[Block]:
+        """The blocks that have rows, in the order in which they arrive, on CPU ranks: in another thread than dispatch.
+
+        A consumer on the GPU waits by ``nccl_ep.triton`` or ``nccl_ep_signals.cuh``.
+
+        Args:
+            timeout: seconds for each block.
+            expected: of the dispatch that is meant, which may not have begun; default: of the one that was begun last.
+
+        Raises: TimeoutError, where no further block comes in ``timeout`` seconds or the dispatch gives up.
+        """
+        order, state = self.order.numpy(), self.state.numpy()
+        end = time.monotonic() + timeout
+        if expected is None:
+            expected = int(state[_EXPECTED])
+        rows, first, experts = self.rows.numpy(), self.first.numpy(), self.experts.numpy()
+        for place in range(self.blocks):
+            while int(order[place]) >> 32 != expected:
+                if int(state[_FAILED]) == expected or time.monotonic() > end:
+                    raise TimeoutError(f"block {place} in the order of arrivals did not come")
+                time.sleep(2e-5)
+            number = int(order[place]) & 0xFFFFFFFF
+            if rows[number] == 0:
+                return
+            yield Block(number, int(first[number]), int(rows[number]), int(experts[number]))
+            end = time.monotonic() + timeout

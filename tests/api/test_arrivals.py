@@ -1,0 +1,216 @@
+"""Blocks of rows that announce themselves: order, contract, errors. On CPU ranks and on emulated GPUs.
+
+Outputs are poisoned before a dispatch, and a consumer beside it copies each block when its word has come. So a word
+that is set before its rows shows in the bits.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import nccl_ep
+from nccl_ep.arrivals import Arrivals, Block
+from nccl_ep.testing import ThreadGroup, run_ranks
+from tests.support.cases import Case
+from tests.support.expected import Expected, plain_case, shared_buffer
+from tests.support.patience import of_living_ranks
+
+WAIT = of_living_ranks(60.0)
+POISON = 0x7F
+
+CASES: dict[str, dict[str, Any]] = {
+    "expert_major": {},
+    "packed": {"layout": "packed", "expert_alignment": 4},
+    "dropped rows": {"capacity": 3, "capacity_kind": "overflowing"},
+    "packed, dropped rows": {
+        "layout": "packed", "expert_alignment": 4, "capacity": 14, "capacity_kind": "overflowing",
+    },
+    "repeated experts": {"routing": "duplicates", "num_experts": 6, "topk": 4},
+    "fp8": {"quant": "fp8", "hidden": 256},
+    "padding": {"layout": "packed", "expert_alignment": 8, "zero_padding": True},
+}  # fmt: skip
+
+
+class Consumer:
+    """A thread that copies rows of the outputs as they are announced."""
+
+    def __init__(self, arrivals: Arrivals, out: nccl_ep.DispatchOutput, expected: int) -> None:
+        self.arrivals, self.expected = arrivals, expected
+        tensors = [out.x] if out.scales is None else [out.x, out.scales]
+        self.tensors = [each.view(-1, each.shape[-1]) for each in tensors]
+        self.seen: list[tuple[Block, list[torch.Tensor]]] = []
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        try:
+            for block in self.arrivals.await_blocks(WAIT, self.expected):
+                rows = slice(block.first, block.first + block.rows)
+                self.seen.append((block, [each[rows].clone() for each in self.tensors]))
+        except BaseException as error:
+            self.error = error
+
+    def __enter__(self) -> Consumer:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.join()
+
+    def check(self, out: nccl_ep.DispatchOutput, where: str) -> None:
+        assert self.error is None, where
+        counts = [0] * out.counts.numel()
+        for block, copies in self.seen:
+            counts[block.expert] += block.rows
+            for copy, whole in zip(copies, self.tensors, strict=True):
+                end = block.first + block.rows
+                same = torch.equal(copy.view(torch.uint8), whole[block.first : end].view(torch.uint8))
+                assert same, f"{where}: {block} was announced before its rows"
+        assert counts == out.counts.tolist(), where
+        state, arrivals = self.arrivals.expected, self.arrivals
+        blocks = [block.number for block, _ in self.seen]
+        assert len(set(blocks)) == len(blocks), where
+        assert (arrivals.words[blocks] == state).all(), where
+
+
+def arrivals_for(case: Case, buffer: nccl_ep.Buffer, out: nccl_ep.DispatchOutput, rows_per_block: int) -> Arrivals:
+    rows = out.x.shape[1] if case.layout == "expert_major" else out.x.shape[0]
+    blocks = Arrivals.blocks_of(case.layout, rows, case.num_experts // case.num_ranks, rows_per_block)  # type: ignore[arg-type]
+    return Arrivals(buffer, blocks=blocks + 1, rows_per_block=rows_per_block)
+
+
+def dispatch_into(
+    case: Expected, buffer: nccl_ep.Buffer, mode: str, out: nccl_ep.DispatchOutput, arrivals: Arrivals
+) -> nccl_ep.DispatchOutput:
+    if mode == "ht":
+        return case.send(buffer, out=out, arrivals=arrivals)
+    given = case.given_on(buffer)
+    shape = nccl_ep.calls.DispatchCall.of(
+        given.x, given.topk_idx, given.topk_weights, given.scales, (), buffer,
+        *[case.case.dispatch_kwargs()[name] for name in ("num_experts",)], "ll", case.case.layout,  # type: ignore[arg-type]
+        case.case.max_tokens, out.handle.capacity, case.case.expert_alignment, case.case.quant,  # type: ignore[arg-type]
+        case.case.zero_padding, 0,
+    )  # fmt: skip
+    empty = torch.empty(0)
+    arrivals.begin()
+    arrivals.arm()
+    torch.ops.nccl_ep.ll_dispatch_out.default(
+        buffer._seq, *shape.args(), out.x, empty if out.scales is None else out.scales, out.weights,
+        out.weights.new_empty(0, dtype=torch.int64), empty.int() if out.row_expert is None else out.row_expert,
+        out._info, out.handle.tensor,
+    )  # fmt: skip
+    return out
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("mode", ["ll", "ht"])
+def test_words_come_behind_their_rows(mode: str, num_ranks: int, name: str) -> None:
+    """Several dispatches announce in the same memory, which nobody clears."""
+    case = Expected(plain_case(num_ranks, max_tokens=12, tokens=(12,) * num_ranks, **CASES[name]))
+
+    def body(group: ThreadGroup) -> None:
+        with shared_buffer(group, [case], timeout=WAIT) as buffer:
+            out = case.send(buffer, mode=mode)
+            arrivals = arrivals_for(case.case, buffer, out, 2 if name == "packed" else 4)
+            for turn in range(3):
+                for tensor in (out.x, out.scales):
+                    if tensor is not None:
+                        tensor.view(torch.uint8).fill_(POISON)
+                with Consumer(arrivals, out, turn + 1) as consumer:
+                    out = dispatch_into(case, buffer, mode, out, arrivals)
+                case.check_dispatch(out, buffer.rank)
+                consumer.check(out, f"{case.where(buffer.rank)} turn {turn}")
+                assert not arrivals.has_failed()
+
+    run_ranks(num_ranks, body)
+
+
+@pytest.fixture
+def alone() -> Iterator[tuple[Expected, nccl_ep.Buffer]]:
+    case = Expected(plain_case(1))
+    with shared_buffer(ThreadGroup.make(1)[0], [case], timeout=WAIT) as buffer:
+        yield case, buffer
+
+
+@pytest.mark.parametrize("mode", ["ll", "ht"])
+@pytest.mark.parametrize(
+    ("options", "blocks", "error", "text"),
+    [
+        ({"layout": "flat"}, 16, ValueError, "arrivals are for layouts of experts' rows, not for flat"),
+        (
+            {"layout": "packed", "expert_alignment": 6},
+            16,
+            ValueError,
+            "expert_alignment is 6, must be a multiple of the 4",
+        ),
+        ({}, 3, ValueError, "arrivals have room for 3 blocks of 4 rows, the output has 4"),
+    ],
+)
+def test_refusals(
+    alone: tuple[Expected, nccl_ep.Buffer], mode: str, options: dict[str, Any], blocks: int, error: type[Exception],
+    text: str,
+) -> None:  # fmt: skip
+    case, buffer = alone
+    arrivals = Arrivals(buffer, blocks=blocks, rows_per_block=4)
+    with pytest.raises(error, match=text):
+        case.send(buffer, mode=mode, arrivals=arrivals, **options)
+    before = arrivals.words.clone()
+    case.send(buffer, mode=mode)  # the refused dispatch has left nothing behind
+    assert torch.equal(arrivals.words, before)
+
+
+def test_arrivals_are_of_their_buffer(alone: tuple[Expected, nccl_ep.Buffer]) -> None:
+    case, buffer = alone
+    with (
+        shared_buffer(ThreadGroup.make(1)[0], [case], timeout=WAIT) as other,
+        pytest.raises(nccl_ep.UsageError, match="arrivals are of another buffer"),
+    ):
+        case.send(buffer, arrivals=Arrivals(other, blocks=4))
+    with pytest.raises(TypeError, match="arrivals is a bool, must be nccl_ep"):
+        case.send(buffer, arrivals=True)
+    for given in ({"blocks": 0}, {"blocks": 65536}, {"blocks": 1, "rows_per_block": 0}):
+        with pytest.raises(ValueError, match="must be 1 to"):
+            Arrivals(buffer, **given)
+
+
+@pytest.mark.parametrize("mode", ["ll", "ht"])
+def test_output_before_it_is_complete(alone: tuple[Expected, nccl_ep.Buffer], mode: str) -> None:
+    case, buffer = alone
+    given, arrivals = case.given_on(buffer), Arrivals(buffer, blocks=8, rows_per_block=4)
+    how = {**case.case.dispatch_kwargs(), "mode": mode}
+    pending = nccl_ep.dispatch_send(
+        given.x, given.topk_idx, given.topk_weights, buffer=buffer, **how, arrivals=arrivals, async_finish=True
+    )
+    early = pending.early_output
+    assert sum(block.rows for block in arrivals.await_blocks(WAIT)) == int(early.counts.sum())
+    assert pending.receive() is early
+    case.check_dispatch(early, 0)
+    plain = nccl_ep.dispatch_send(given.x, given.topk_idx, given.topk_weights, buffer=buffer, **how, async_finish=True)
+    with pytest.raises(nccl_ep.UsageError, match="early_output is of a dispatch with async_finish and arrivals"):
+        plain.early_output  # noqa: B018
+    plain.receive()
+
+
+@pytest.mark.parametrize("mode", ["ll", "ht"])
+def test_a_dead_rank_ends_the_wait_of_a_consumer(mode: str) -> None:
+    case = Expected(plain_case(2))
+
+    def body(group: ThreadGroup) -> None:
+        with shared_buffer(group, [case], timeout=WAIT) as buffer:
+            out = case.send(buffer, mode=mode)
+            if group.rank() == 1:
+                return
+            arrivals = Arrivals(buffer, blocks=16, rows_per_block=4)
+            buffer.set_timeout(0.2)
+            with Consumer(arrivals, out, 1) as consumer, pytest.raises(nccl_ep.TimeoutError):
+                case.send(buffer, mode=mode, arrivals=arrivals)
+            assert isinstance(consumer.error, nccl_ep.TimeoutError)
+            assert arrivals.has_failed()
+
+    run_ranks(2, body)
