@@ -13,9 +13,7 @@ from torch import Tensor
 from ..operations import Call, Operations
 from ..workload import Given, Shape
 from ..world import Skipped, World
-from .interface import Rival
-
-_GROUP, _FP8_MAX = 128, 448.0
+from .interface import GROUP, Rival, quantized
 
 
 @dataclass
@@ -40,15 +38,6 @@ def by_expert(counts: Tensor, num_rows: int) -> Tensor:
     return starts[block] + place - (ends - lengths)[block]
 
 
-def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """E4M3 [T, H] and float32 scales of groups of 128."""
-    tokens, hidden = x.shape
-    padded = torch.nn.functional.pad(x.to(torch.float32), (0, -hidden % _GROUP)).view(tokens, -1, _GROUP)
-    amax = padded.abs().amax(-1, keepdim=True).clamp(min=1e-4)
-    quantized = (padded * (_FP8_MAX / amax)).to(torch.float8_e4m3fn).view(tokens, -1)[:, :hidden]
-    return quantized, (amax / _FP8_MAX).squeeze(-1)
-
-
 class TorchAllToAll:
     """Sort by expert, all_to_all_single of counts and of rows, index: NCCL on GPUs, gloo on CPUs. One row an expert."""
 
@@ -63,7 +52,7 @@ class TorchAllToAll:
         """Rows to send as bytes [T, ...], scales behind them. Whatever dispatch quantises has plain scales here."""
         x, scales = self.given.x, self.given.scales
         if self.shape.quant is not None:
-            x, scales = quantize(x)
+            x, scales = quantized(x)
         return x.view(torch.uint8) if scales is None else torch.cat([x.view(torch.uint8), scales.view(torch.uint8)], 1)
 
     def sorted_rows(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -126,7 +115,7 @@ class TorchAllToAll:
         shape, payload = self.shape, self.shape.payload
         dtype, group = payload.rows, payload.group
         if shape.quant is not None:
-            dtype, group = torch.float8_e4m3fn, _GROUP
+            dtype, group = torch.float8_e4m3fn, GROUP
         if not group:
             return rows.view(payload.combined)
         end = shape.width * dtype.itemsize
