@@ -164,6 +164,7 @@ class Buffer:
         scale_bytes: int | None = None,
         mode: Mode = "ll",
         arena_bytes: int | None = None,
+        late_weights: bool = False,
         **options: Any,
     ) -> Buffer:
         """A buffer whose window fits operations up to these sizes.
@@ -179,6 +180,10 @@ class Buffer:
                 ``dispatch(mode="auto")`` gives to it.
             arena_bytes: for outputs of high throughput and tensors of ``buffer.empty``, apart from the window's other
                 regions; by default two flat outputs that hold all rows that can come.
+            late_weights: room for rows that travel unweighted, topk - 1 rows of each token in each of two banks (with
+                masks as many for each rank), in low latency. With it a split combine with weights given there sends
+                before it has heard from any rank, and can have ``row_signals``; without it the send waits for the other
+                ranks' weights. Bits are the same.
             options: ``device``, ``timeout``, ``on_overflow`` and the other keywords of ``Buffer``.
 
         Raises: as ``Buffer``.
@@ -189,7 +194,8 @@ class Buffer:
         room = room_for_shapes(
             ranks, options.get("domain_size") or ranks, max_tokens=max_tokens, hidden=hidden, topk=topk,
             num_experts=num_experts, dtype=dtype, wire_dtype=wire_dtype, scale_bytes=scale_bytes, mode=mode,
-            arena_bytes=arena_bytes, device_type=_choose_device(options.get("device")).type,
+            arena_bytes=arena_bytes, late_weights=late_weights,
+            device_type=_choose_device(options.get("device")).type,
         )  # fmt: skip
         if made_with:  # another API's, whose sizes do not say how many experts a call has
             room = room._replace(made_with=made_with, max_experts=0)

@@ -10,6 +10,7 @@ from . import _C
 from .checks import (
     MAX_ROW_BYTES,
     MAX_TOPK,
+    require_bools,
     require_dtypes,
     require_int32,
     require_integers,
@@ -88,6 +89,7 @@ def room_for_shapes(
     scale_bytes: int | None,
     mode: Mode,
     arena_bytes: int | None,
+    late_weights: bool,
     device_type: str,
 ) -> Room:
     """For calls up to these sizes, as ``Buffer.for_shapes`` takes them. Raises what is wrong with them."""
@@ -96,6 +98,7 @@ def room_for_shapes(
     require_int32(max_tokens=max_tokens, topk=topk, num_experts=num_experts, domain_size=domain_size)
     require_within(1, MAX_TOPK, topk=topk)
     require_dtypes(dtype=dtype, wire_dtype=wire_dtype or dtype)
+    require_bools(late_weights=late_weights)
     bytes_of_x = row_bytes_of(hidden, dtype)
     if scale_bytes is None:
         scale_bytes = (hidden + 31) // 32 * 4
@@ -107,6 +110,8 @@ def room_for_shapes(
         ll_tokens = auto_ll_tokens(max_tokens, bytes_of_x, topk, num_ranks)
     if mode != "ht":
         ll = LlSizes(*_C.sizes_for(num_ranks, num_experts, topk, ll_tokens, row_bytes, home_bytes))
+        if not late_weights:
+            ll = ll._replace(unweighted=0)
     if mode != "ll":
         if arena_bytes is None:
             arena_bytes = max(2 * num_ranks * max_tokens * row_bytes, _MIN_ARENA_BYTES[device_type])
@@ -118,6 +123,7 @@ def room_for_shapes(
     made_with = sizes_told(
         max_tokens=max_tokens, hidden=hidden, topk=topk, num_experts=num_experts, dtype=dtype,
         wire_dtype=wire_dtype or dtype, scale_bytes=scale_bytes, mode=mode, arena_bytes=arena_bytes or 0,
+        late_weights=late_weights,
     )  # fmt: skip
     return Room(ll, ht, max_tokens, ll_tokens if mode == "auto" else None, num_experts, made_with)
 

@@ -95,7 +95,7 @@ class Group(Masks):
             rendezvous, max_tokens=sizes.max_tokens, hidden=(config.max_token_bytes + 15) // 16 * 8,
             topk=config.num_topk or min(sizes.num_experts, MAX_TOPK), num_experts=sizes.num_experts,
             mode="ht" if is_ht else "ll", enable_shrink=bool(config.enable_mask) and not is_ht, device=device,
-            **options,
+            late_weights=True, **options,
         )  # fmt: skip
         return cls(buffer, sizes, Algorithm(config.algorithm))
 

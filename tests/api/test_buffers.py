@@ -324,16 +324,15 @@ def test_a_token_does_not_depend_on_its_batch_nor_on_its_home(
         assert not reference.first_difference(y, merged[0])
 
 
-@pytest.mark.parametrize(("ranks", "most"), [(4, 58), (8, 90)])
-def test_the_window_of_a_large_model_s_decoding_is_small(ranks: int, most: int) -> None:
-    """MB, of 128 tokens in bf16 with room for scales: far less than DeepEP's and NCCL EP's buffers take.
-
-    26 of them are for rows that travel unweighted.
-    """
+@pytest.mark.parametrize("late_weights", [False, True])
+@pytest.mark.parametrize(("ranks", "most"), [(4, 32), (8, 64)])
+def test_the_window_of_a_large_model_s_decoding_is_small(ranks: int, most: int, late_weights: bool) -> None:
+    """MB, of 128 tokens in bf16 with room for scales: far less than DeepEP's and NCCL EP's buffers take."""
+    most += 26 if late_weights else 0
 
     def body(group: ThreadGroup) -> int:
         with nccl_ep.Buffer.for_shapes(
-            group, max_tokens=128, hidden=7168, topk=8, num_experts=256, device="cpu"
+            group, max_tokens=128, hidden=7168, topk=8, num_experts=256, device="cpu", late_weights=late_weights
         ) as buffer:
             return int(buffer.stats()["window_bytes"])
 

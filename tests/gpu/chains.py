@@ -247,7 +247,7 @@ def chain_buffer(group: Any, device: str | torch.device, **options: Any) -> nccl
         topk=TOPK,
         num_experts=LOCAL_EXPERTS * ranks,
         device=device,
-        **{"timeout": of_living_ranks(30.0), "ll_network": "rail", **options},
+        **{"timeout": of_living_ranks(30.0), "ll_network": "rail", "late_weights": True, **options},
     )
 
 

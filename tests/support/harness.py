@@ -59,6 +59,7 @@ def case_buffer(case: Case, group: Any, **options: Any) -> nccl_ep.Buffer:
         num_experts=case.num_experts,
         **{
             "domain_size": case.domain_size,
+            "late_weights": True,
             "ll_network": "rail",
             "timeout": of_living_ranks(60.0),
             "on_invalid_ids": "count",
