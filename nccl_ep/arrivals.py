@@ -117,13 +117,16 @@ class Arrivals:
         """Whether the present dispatch, or a consumer of it, has given up. The host waits for the current stream."""
         return bool((self.failed == self.expected).item())
 
-    def await_blocks(self, timeout: float = 60.0, expected: int | None = None) -> Iterator[Block]:
+    def await_blocks(
+        self, timeout: float = 60.0, *, blocks: int | None = None, expected: int | None = None
+    ) -> Iterator[Block]:
         """The blocks that have rows, in the order in which they arrive, on CPU ranks: in another thread than dispatch.
 
         A consumer on the GPU waits by ``nccl_ep.triton`` or ``nccl_ep_signals.cuh``.
 
         Args:
             timeout: seconds for each block.
+            blocks: of the output, where this memory has room for more.
             expected: of the dispatch that is meant, which may not have begun; default: of the one that was begun last.
 
         Raises: TimeoutError, where no further block comes in ``timeout`` seconds or the dispatch gives up.
@@ -133,7 +136,7 @@ class Arrivals:
         if expected is None:
             expected = int(state[_EXPECTED])
         rows, first, experts = self.rows.numpy(), self.first.numpy(), self.experts.numpy()
-        for place in range(self.blocks):
+        for place in range(self.blocks if blocks is None else blocks):
             while int(order[place]) >> 32 != expected:
                 if int(state[_FAILED]) == expected or time.monotonic() > end:
                     raise TimeoutError(f"block {place} in the order of arrivals did not come")

@@ -17,30 +17,36 @@ import nccl_ep
 from nccl_ep.arrivals import Arrivals, Block
 from nccl_ep.testing import ThreadGroup, run_ranks
 from tests.support.cases import Case
-from tests.support.expected import Expected, plain_case, shared_buffer
+from tests.support.expected import Expected, plain_case
+from tests.support.harness import case_buffer
 from tests.support.patience import of_living_ranks
 
-WAIT = of_living_ranks(60.0)
+WAIT = of_living_ranks(20.0)
 POISON = 0x7F
 
 CASES: dict[str, dict[str, Any]] = {
-    "expert_major": {},
+    "expert_major": {"capacity": 36},
     "packed": {"layout": "packed", "expert_alignment": 4},
     "dropped rows": {"capacity": 3, "capacity_kind": "overflowing"},
     "packed, dropped rows": {
         "layout": "packed", "expert_alignment": 4, "capacity": 14, "capacity_kind": "overflowing",
     },
-    "repeated experts": {"routing": "duplicates", "num_experts": 6, "topk": 4},
-    "fp8": {"quant": "fp8", "hidden": 256},
+    "repeated experts": {"routing": "duplicates", "num_experts": 6, "topk": 4, "capacity": 50},
+    "fp8": {"quant": "fp8", "hidden": 256, "capacity": 36},
     "padding": {"layout": "packed", "expert_alignment": 8, "zero_padding": True},
 }  # fmt: skip
+
+
+def buffer_of(case: Expected, group: ThreadGroup) -> nccl_ep.Buffer:
+    """For both modes."""
+    return case_buffer(case.case, group, mode="auto", device="cpu", timeout=WAIT)
 
 
 class Consumer:
     """A thread that copies rows of the outputs as they are announced."""
 
-    def __init__(self, arrivals: Arrivals, out: nccl_ep.DispatchOutput, expected: int) -> None:
-        self.arrivals, self.expected = arrivals, expected
+    def __init__(self, arrivals: Arrivals, out: nccl_ep.DispatchOutput, blocks: int, expected: int) -> None:
+        self.arrivals, self.blocks, self.expected = arrivals, blocks, expected
         tensors = [out.x] if out.scales is None else [out.x, out.scales]
         self.tensors = [each.view(-1, each.shape[-1]) for each in tensors]
         self.seen: list[tuple[Block, list[torch.Tensor]]] = []
@@ -49,7 +55,7 @@ class Consumer:
 
     def _run(self) -> None:
         try:
-            for block in self.arrivals.await_blocks(WAIT, self.expected):
+            for block in self.arrivals.await_blocks(WAIT, blocks=self.blocks, expected=self.expected):
                 rows = slice(block.first, block.first + block.rows)
                 self.seen.append((block, [each[rows].clone() for each in self.tensors]))
         except BaseException as error:
@@ -78,10 +84,10 @@ class Consumer:
         assert (arrivals.words[blocks] == state).all(), where
 
 
-def arrivals_for(case: Case, buffer: nccl_ep.Buffer, out: nccl_ep.DispatchOutput, rows_per_block: int) -> Arrivals:
+def blocks_of(case: Case, out: nccl_ep.DispatchOutput, rows_per_block: int) -> int:
     rows = out.x.shape[1] if case.layout == "expert_major" else out.x.shape[0]
-    blocks = Arrivals.blocks_of(case.layout, rows, case.num_experts // case.num_ranks, rows_per_block)  # type: ignore[arg-type]
-    return Arrivals(buffer, blocks=blocks + 1, rows_per_block=rows_per_block)
+    layout: Any = case.layout
+    return Arrivals.blocks_of(layout, rows, case.num_experts // case.num_ranks, rows_per_block)
 
 
 def dispatch_into(
@@ -115,14 +121,16 @@ def test_words_come_behind_their_rows(mode: str, num_ranks: int, name: str) -> N
     case = Expected(plain_case(num_ranks, max_tokens=12, tokens=(12,) * num_ranks, **CASES[name]))
 
     def body(group: ThreadGroup) -> None:
-        with shared_buffer(group, [case], timeout=WAIT) as buffer:
+        with buffer_of(case, group) as buffer:
             out = case.send(buffer, mode=mode)
-            arrivals = arrivals_for(case.case, buffer, out, 2 if name == "packed" else 4)
+            rows_per_block = 2 if name == "packed" else 4
+            blocks = blocks_of(case.case, out, rows_per_block)
+            arrivals = Arrivals(buffer, blocks=blocks + 1, rows_per_block=rows_per_block)
             for turn in range(3):
                 for tensor in (out.x, out.scales):
                     if tensor is not None:
                         tensor.view(torch.uint8).fill_(POISON)
-                with Consumer(arrivals, out, turn + 1) as consumer:
+                with Consumer(arrivals, out, blocks, turn + 1) as consumer:
                     out = dispatch_into(case, buffer, mode, out, arrivals)
                 case.check_dispatch(out, buffer.rank)
                 consumer.check(out, f"{case.where(buffer.rank)} turn {turn}")
@@ -133,8 +141,8 @@ def test_words_come_behind_their_rows(mode: str, num_ranks: int, name: str) -> N
 
 @pytest.fixture
 def alone() -> Iterator[tuple[Expected, nccl_ep.Buffer]]:
-    case = Expected(plain_case(1))
-    with shared_buffer(ThreadGroup.make(1)[0], [case], timeout=WAIT) as buffer:
+    case = Expected(plain_case(1, capacity=8))
+    with buffer_of(case, ThreadGroup.make(1)[0]) as buffer:
         yield case, buffer
 
 
@@ -168,7 +176,7 @@ def test_refusals(
 def test_arrivals_are_of_their_buffer(alone: tuple[Expected, nccl_ep.Buffer]) -> None:
     case, buffer = alone
     with (
-        shared_buffer(ThreadGroup.make(1)[0], [case], timeout=WAIT) as other,
+        buffer_of(case, ThreadGroup.make(1)[0]) as other,
         pytest.raises(nccl_ep.UsageError, match="arrivals are of another buffer"),
     ):
         case.send(buffer, arrivals=Arrivals(other, blocks=4))
@@ -182,7 +190,7 @@ def test_arrivals_are_of_their_buffer(alone: tuple[Expected, nccl_ep.Buffer]) ->
 @pytest.mark.parametrize("mode", ["ll", "ht"])
 def test_output_before_it_is_complete(alone: tuple[Expected, nccl_ep.Buffer], mode: str) -> None:
     case, buffer = alone
-    given, arrivals = case.given_on(buffer), Arrivals(buffer, blocks=8, rows_per_block=4)
+    given, arrivals = case.given_on(buffer), Arrivals(buffer, blocks=4, rows_per_block=4)
     how = {**case.case.dispatch_kwargs(), "mode": mode}
     pending = nccl_ep.dispatch_send(
         given.x, given.topk_idx, given.topk_weights, buffer=buffer, **how, arrivals=arrivals, async_finish=True
@@ -199,16 +207,16 @@ def test_output_before_it_is_complete(alone: tuple[Expected, nccl_ep.Buffer], mo
 
 @pytest.mark.parametrize("mode", ["ll", "ht"])
 def test_a_dead_rank_ends_the_wait_of_a_consumer(mode: str) -> None:
-    case = Expected(plain_case(2))
+    case = Expected(plain_case(2, capacity=16))
 
     def body(group: ThreadGroup) -> None:
-        with shared_buffer(group, [case], timeout=WAIT) as buffer:
+        with buffer_of(case, group) as buffer:
             out = case.send(buffer, mode=mode)
             if group.rank() == 1:
                 return
             arrivals = Arrivals(buffer, blocks=16, rows_per_block=4)
             buffer.set_timeout(0.2)
-            with Consumer(arrivals, out, 1) as consumer, pytest.raises(nccl_ep.TimeoutError):
+            with Consumer(arrivals, out, 4, 1) as consumer, pytest.raises(nccl_ep.TimeoutError):
                 case.send(buffer, mode=mode, arrivals=arrivals)
             assert isinstance(consumer.error, nccl_ep.TimeoutError)
             assert arrivals.has_failed()
