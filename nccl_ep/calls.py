@@ -79,8 +79,9 @@ class DispatchShape:
             handle,
             extra,
         )
-        if self.quantises and wants_gradient(given):
-            out.carrier = _ops.row_carrier.default(seq, given, handle_tensor, slots, list(x.shape), self.numbers)
+        if self.quantises and given is not None and wants_gradient(given):
+            sizes = [*x.shape[:-1], given.shape[1]]  # of NVFP4 x has half of it
+            out.carrier = _ops.row_carrier.default(seq, given, handle_tensor, slots, sizes, self.numbers)
         if self.buffer.on_overflow == "raise":
             _ops.require_no_overflow.default(seq, info, capacity, self.numbers)
         return out

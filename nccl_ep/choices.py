@@ -6,7 +6,7 @@ from typing import Literal, TypeAlias
 
 Mode: TypeAlias = Literal["ll", "ht", "auto"]
 LayoutName: TypeAlias = Literal["expert_major", "packed", "rank_major", "flat"]
-QuantName: TypeAlias = Literal["fp8", "fp8_rounded", "fp8_ue8m0"]
+QuantName: TypeAlias = Literal["fp8", "fp8_rounded", "fp8_ue8m0", "mxfp8", "mxfp8_swizzled", "nvfp4", "nvfp4_swizzled"]
 WireFormat: TypeAlias = Literal["fp8", "logfmt"]  # of partial sums alone
 Exact: TypeAlias = Literal["exact"]
 Weighting: TypeAlias = Literal["dispatch"]

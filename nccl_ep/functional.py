@@ -62,8 +62,11 @@ def dispatch(
             what always fits). "exact", HT alone: the size of what is received, for which the host waits.
         expert_alignment: packed: the first row of an expert is a multiple of it.
         quant: None, "fp8" (e4m3, a float32 scale for 128 elements), "fp8_rounded" (scales are powers of two) or
-            "fp8_ue8m0" (their exponents, four in an int32). x is bf16 or fp16 then, H a multiple of 16.
-        scales: [T, S] of any dtype and strides, for rows that the caller has quantised.
+            "fp8_ue8m0" (their exponents, four in an int32). x is bf16 or fp16 then, H a multiple of 16. "mxfp8" (e4m3,
+            an e8m0 scale for 32 elements) or "nvfp4" (e2m1, an e4m3 scale for 16), H a multiple of 32; LL has them with
+            scales in the order of GEMMs, too: "mxfp8_swizzled", "nvfp4_swizzled".
+        scales: [T, S] of any dtype and strides, for rows that the caller has quantised. With "nvfp4" the scale of the
+            whole tensor, float32 of one element, positive and finite (docs/semantics.md); default: 1.
         extra: up to three extra tensors [T, n], contiguous, rows a multiple of 16 bytes: moved bit for bit along
             with x. LL: the first travels in the rows of x where these have no scales (``scale_bytes`` of
             ``Buffer.for_shapes`` is its room), each other one in an operation of its own.

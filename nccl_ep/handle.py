@@ -11,6 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from . import _C
+from .block_scales import dequantized_rows
 from .buffer import find_buffer
 from .checks import require_dtypes
 from .choices import Mode
@@ -37,12 +38,15 @@ class Quant(enum.IntEnum):
     FP8 = 1
     FP8_ROUNDED = 2
     FP8_UE8M0 = 3
+    MXFP8 = 4
+    MXFP8_SWIZZLED = 5
+    NVFP4 = 6
+    NVFP4_SWIZZLED = 7
 
 
 LAYOUTS = {layout.name.lower(): layout for layout in Layout}
 EXACT = -1  # the capacity of a dispatch of exact sizes, as the ops take it
 _MOST_TOLD = 64
-_QUANT_GROUP = 128  # elements that share a scale
 DEFAULT = _C.DEFAULT_CAPACITY  # the same, of as many rows as always suffice
 QUANTS = {None: Quant.NONE} | {quant.name.lower(): quant for quant in Quant if quant}
 
@@ -118,9 +122,12 @@ class DispatchOutput:
     """Rows received for the experts of this rank. L local experts, R ranks, M max_tokens, N rows, K top-k, H hidden.
 
     Attributes:
-        x: expert_major [L, C, H], packed and flat [N, H], rank_major [R, M, H].
+        x: expert_major [L, C, H], packed and flat [N, H], rank_major [R, M, H]; "nvfp4": float4_e2m1fn_x2 with H/2.
         scales: [.., S] in place of [.., H], or None. The caller's, in their dtype; with ``quant`` float32
-            [.., ceil(H/128)], or for "fp8_ue8m0" int32 [.., ceil(H/512)], group g in byte g % 4 of word g // 4.
+            [.., ceil(H/128)], or for "fp8_ue8m0" int32 [.., ceil(H/512)], group g in byte g % 4 of word g // 4;
+            "mxfp8": float8_e8m0fnu [.., H/32]; "nvfp4": float8_e4m3fn [.., H/16]. "mxfp8_swizzled", "nvfp4_swizzled":
+            the same in the order that GEMMs read, [.., ceil(rows/128), ceil(S/4), 512], where expert_major and
+            rank_major have tiles of their own for each expert or rank.
         weights: float32; expert_major [L, C], packed [N], else [.., K]; 0 where there is no row or choice.
         topk_idx: rank_major, flat: local expert ids [.., K], -1 where there is none; else None.
         counts: int32 rows in the tensor: of each local expert [L], or (rank_major, flat) of each source rank [R].
@@ -183,23 +190,19 @@ class DispatchOutput:
         fields += [f"{name}={tensor_told(getattr(self, name), True)}" for name in ("counts", "overflow")]
         return f"DispatchOutput({', '.join(fields)}, handle={self.handle!r})"
 
-    def dequantized(self, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        """The rows that ``quant`` has made FP8, times their scales, in ``dtype``: of x's shape.
+    def dequantized(
+        self, dtype: torch.dtype = torch.bfloat16, tensor_scale: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The rows that ``quant`` has quantised, times their scales, in ``dtype``: [.., H].
 
         Its gradient goes to the tokens as if they had not been quantised (straight through). Rows that do not exist are
-        unspecified, as in x. ValueError for rows that were not quantised here.
+        unspecified, as in x. ``tensor_scale``: what "nvfp4" was given as ``scales``, if it was: float32 of one element.
+        ValueError for rows that were not quantised here.
         """
         require_dtypes(dtype=dtype)
-        groups = (self.x.shape[-1] + _QUANT_GROUP - 1) // _QUANT_GROUP
-        if self.x.dtype != torch.float8_e4m3fn or self.scales is None:
+        if self.x.dtype not in (torch.float8_e4m3fn, torch.float4_e2m1fn_x2) or self.scales is None:
             raise ValueError(f"x is {self.x.dtype}: only rows that dispatch has quantised can be dequantized")
-        scales = self.scales
-        if scales.dtype == torch.int32:  # four exponents in a word
-            shifts = torch.arange(0, 32, 8, dtype=torch.int32, device=scales.device)
-            exponents = scales.unsqueeze(-1).bitwise_right_shift(shifts).bitwise_and(0xFF).flatten(-2)
-            scales = torch.exp2(exponents[..., :groups].float() - 127)
-        factors = scales.repeat_interleave(_QUANT_GROUP, -1)[..., : self.x.shape[-1]]
-        rows = (self.x.float() * factors).to(dtype)
+        rows = dequantized_rows(self.x, self.scales, tensor_scale).to(dtype)
         if self.carrier is None:
             return rows
         combined: torch.Tensor = torch.ops.nccl_ep.carried.default(self.carrier, rows)

@@ -54,7 +54,7 @@ for _name in _C.op_names():
 
 def scales_of(x_scales: torch.Tensor | None) -> tuple[int, torch.dtype]:
     """How many scales a row has, and their dtype, as the ops take them."""
-    return (0, torch.float32) if x_scales is None else (x_scales.shape[1], x_scales.dtype)
+    return (0, torch.float32) if x_scales is None or x_scales.dim() != 2 else (x_scales.shape[1], x_scales.dtype)
 
 
 def _num_ranks(seq: torch.Tensor) -> int:

@@ -27,9 +27,11 @@ inline void check_tokens(int num_tokens, const Shape& shape) {
            shape.max_tokens);
 }
 
-inline void check_quant(Quant quant, DType dtype) {
+inline void check_quant(Quant quant, DType dtype, int hidden) {
   EP_CHECK(quant == Quant::kNone || dtype == DType::kBF16 || dtype == DType::kF16, "quant ", name_of(quant), " of ",
            name_of(dtype), ": only bf16 and fp16 are quantised");
+  EP_CHECK(quant_scale_size(quant) != 1 || hidden % kMxBlock == 0, "quant ", name_of(quant), " of rows of ", hidden,
+           " elements: must be a multiple of ", kMxBlock);
 }
 
 inline void check_scales(Quant quant, bool are_given) {

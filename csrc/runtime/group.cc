@@ -292,10 +292,12 @@ void Group::prepare(LlDispatchParams& p) {
   p.options.check(Modes::kLl);
   check_output(p.output);
   const bool quantises = p.options.quant != Quant::kNone;
-  check_quant(p.options.quant, p.dtype);
+  check_quant(p.options.quant, p.dtype, p.hidden);
   check_scales(p.options.quant, p.scales.data != nullptr);
-  check_row_bytes(static_cast<int64_t>(p.hidden) * (quantises ? 1 : size_of(p.dtype)), "a row");
-  p.row.payload_bytes = p.hidden * (quantises ? 1 : size_of(p.dtype));
+  const int64_t row_bytes = quantises ? quant_row_bytes<int64_t>(p.options.quant, p.hidden)
+                                      : static_cast<int64_t>(p.hidden) * size_of(p.dtype);
+  check_row_bytes(row_bytes, "a row");
+  p.row.payload_bytes = static_cast<int>(row_bytes);
   const int64_t scale_bytes = static_cast<int64_t>(p.out_scales.count) * p.out_scales.element_bytes;
   EP_CHECK(scale_bytes <= kMaxRowBytes, "scales of ", scale_bytes, " bytes a row, at most ", kMaxRowBytes);
   p.row.scale_bytes = static_cast<int>(scale_bytes);

@@ -69,7 +69,10 @@ void Group::prepare(HtDispatchParams& p) {
   check_output(p.output);
   EP_CHECK(p.num_parts >= 1 && p.num_parts <= kHtMaxParts, p.num_parts, " tensors and scales, must be 1 to ",
            kHtMaxParts);
-  check_quant(p.options.quant, p.dtype);
+  check_quant(p.options.quant, p.dtype, p.hidden);
+  EP_CHECK(
+      !is_swizzled(p.options.quant), "quant is ", name_of(p.options.quant),
+      ", which low latency alone has: in high throughput rows lie at their places when they come, with plain scales");
   check_row_bytes(p.parts[0].bytes, "a row");
   HtRowFormat row;
   uint32_t extra_bytes = 0, order = 0;

@@ -36,10 +36,10 @@ enum class Weighting : int { kNone = 0, kDispatch = 1, kHome = 2 };
 
 // reports_ids: false where another operation of the call has reported ids out of range. num_sms: on GPUs; 0: the plan's
 // choice.
-#define EP_DISPATCH_OPTIONS(OPTION)                                                \
-  OPTION(Quant, quant, Quant::kNone, Quant::kNone, Quant::kFp8Ue8m0, Modes::kBoth) \
-  OPTION(bool, zero_padding, false, false, true, Modes::kBoth)                     \
-  OPTION(bool, reports_ids, true, false, true, Modes::kLl)                         \
+#define EP_DISPATCH_OPTIONS(OPTION)                                                     \
+  OPTION(Quant, quant, Quant::kNone, Quant::kNone, Quant::kNvfp4Swizzled, Modes::kBoth) \
+  OPTION(bool, zero_padding, false, false, true, Modes::kBoth)                          \
+  OPTION(bool, reports_ids, true, false, true, Modes::kLl)                              \
   OPTION(int, num_sms, 0, 0, INT32_MAX, Modes::kBoth)
 
 // rows_per_signal, signal_threshold: RowSignals (ll/params.h); 0: the rows are there.

@@ -9,6 +9,7 @@
 #include "layout/common/dtype.h"
 #include "layout/common/outputs.h"
 #include "layout/common/shape.h"
+#include "layout/common/small_blocks.h"
 #include "layout/ht/handle.h"
 #include "runtime/ht/params.h"
 #include "runtime/ll/params.h"
@@ -50,7 +51,7 @@ inline int64_t default_capacity(OutputLayout layout, const Shape& shape, int64_t
 template <class Int>
 struct Dims {
   int ndim = 0;
-  std::array<Int, 3> at{};
+  std::array<Int, 4> at{};
 
   Dims with(Int last) const {
     Dims dims = *this;
@@ -75,9 +76,16 @@ struct DispatchDims {
     } else {
       dims.rows = dims.rows.with(capacity);
     }
-    dims.x = dims.rows.with(hidden);
+    dims.x = dims.rows.with(quantises ? quant_row_bytes(quant, hidden) : hidden);
     if (quantises) num_scales = num_quant_scales(quant, hidden);
-    if (num_scales != 0) dims.scales = dims.rows.with(num_scales);
+    if (is_swizzled(quant)) {
+      dims.scales = dims.rows;
+      Int& rows = dims.scales.at[dims.scales.ndim - 1];
+      rows = (rows + (kScaleTileRows - 1)) / kScaleTileRows;
+      dims.scales = dims.scales.with((num_scales + (kScaleTileScales - 1)) / kScaleTileScales).with(kScaleTileBytes);
+    } else if (num_scales != 0) {
+      dims.scales = dims.rows.with(num_scales);
+    }
     dims.weights = expert_rows ? dims.rows : dims.rows.with(output.topk);
     if (!expert_rows) dims.topk_idx = dims.weights;
     if (output.layout == OutputLayout::kPacked) dims.row_expert = dims.rows;

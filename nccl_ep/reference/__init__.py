@@ -12,7 +12,20 @@ Notation: R ranks, E experts, L = E / R experts a rank, T tokens of a rank, M = 
 H elements a row, S scales a row.
 """
 
-from .formats import FP8_GROUP, QUANT_MODES, WIRE_FORMATS, bits_equal, first_difference, quantize_fp8, rounded_to_wire
+from .formats import (
+    BLOCK_MODES,
+    FP8_GROUP,
+    QUANT_MODES,
+    WIRE_FORMATS,
+    bits_equal,
+    first_difference,
+    quantize,
+    quantize_fp8,
+    quantize_mxfp8,
+    quantize_nvfp4,
+    rounded_to_wire,
+    swizzled,
+)
 from .operations import (
     EXPERT_LAYOUTS,
     LAYOUTS,
@@ -26,6 +39,7 @@ from .operations import (
 )
 
 __all__ = [
+    "BLOCK_MODES",
     "EXPERT_LAYOUTS",
     "FP8_GROUP",
     "LAYOUTS",
@@ -39,7 +53,11 @@ __all__ = [
     "combine_weights",
     "dispatch",
     "first_difference",
+    "quantize",
     "quantize_fp8",
+    "quantize_mxfp8",
+    "quantize_nvfp4",
     "rounded_to_wire",
+    "swizzled",
     "wire_rows",
 ]

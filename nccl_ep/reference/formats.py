@@ -8,6 +8,7 @@ from torch import Tensor
 from .uncompiled import uncompiled
 
 QUANT_MODES = ("fp8", "fp8_rounded", "fp8_ue8m0")
+BLOCK_MODES = ("mxfp8", "mxfp8_swizzled", "nvfp4", "nvfp4_swizzled")
 
 FP8_MAX = 448.0
 FP8_GROUP = 128
@@ -80,6 +81,89 @@ def _rounded_fp8(values: Tensor) -> Tensor:
     quantized, scale = quantize_fp8(values, "fp8")
     widened = scale.repeat_interleave(FP8_GROUP, 1)[:, : values.shape[1]]
     return quantized.to(torch.float32) * widened
+
+
+# --- MXFP8 and NVFP4
+
+MX_BLOCK, NVFP4_BLOCK = 32, 16
+_LARGEST_E2M1 = 6.0
+# Between an e2m1 number and the next, and whether the middle itself rounds up: to the even code.
+_MIDDLES = (0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False)
+
+
+def _blocks_of(x: Tensor, size: int) -> Tensor:
+    tokens, hidden = x.shape
+    if hidden == 0 or hidden % MX_BLOCK:
+        raise ValueError(f"rows of {hidden} elements cannot be quantised: not a multiple of {MX_BLOCK}")
+    return x.to(torch.float32).reshape(tokens, hidden // size, size)
+
+
+@uncompiled
+def quantize_mxfp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows [T, H] of a float dtype as E4M3, in blocks of 32 elements with a power of two as scale.
+
+    Returns (float8_e4m3fn [T, H], float8_e8m0fnu [T, H / 32]). The scale is the least power of two that takes the
+    block's largest magnitude to 448 at most, as cuBLAS has it; 2^-127 for zeros, 2^127 for infinity. NaN elements stay
+    NaN and do not take part. Raises ValueError.
+    """
+    blocks = _blocks_of(x, MX_BLOCK)
+    amax = torch.where(blocks.isnan(), 0.0, blocks.abs()).amax(-1)
+    mantissa, exponent = torch.frexp(amax)  # mantissa within [1/2, 1); 448 is 7/8 * 2^9
+    biased = (exponent - 9 + (mantissa > 7 / 8).int() + 127).clamp(0, 254)
+    biased = torch.where(amax == 0, 0, torch.where(amax.isinf(), 254, biased))
+    factor = torch.where(biased == 0, 1.0, torch.exp2(127.0 - biased.to(torch.float64)).to(torch.float32))
+    scaled = (blocks * factor.unsqueeze(-1)).clamp(-FP8_MAX, FP8_MAX)
+    return compact(scaled.view(x.shape).to(torch.float8_e4m3fn)), biased.to(torch.uint8).view(torch.float8_e8m0fnu)
+
+
+@uncompiled
+def quantize_nvfp4(x: Tensor, tensor_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Rows [T, H] of a float dtype as E2M1, in blocks of 16 elements, in float32 that rounds to nearest, ties to even.
+
+    The scale of a block is ``s = e4m3(tensor_scale * (amax * (1 / 6)))``, at most 448. An element becomes ``e2m1(x * (1
+    / (s * (1 / tensor_scale))))``, at most 6; all of a block become 0 where s is 0. So x is about ``e2m1 * s /
+    tensor_scale``. A NaN makes the scale of its block NaN, and all elements 0.
+
+    Args:
+        tensor_scale: float32 of one element, commonly ``448 * 6`` over the largest |x| of all ranks; None: 1.
+
+    Returns (float4_e2m1fn_x2 [T, H / 2], element 2i in the low bits of byte i and 2i + 1 in the high bits;
+    float8_e4m3fn [T, H / 16]). Raises ValueError.
+    """
+    blocks = _blocks_of(x, NVFP4_BLOCK)
+    scale = torch.ones(()) if tensor_scale is None else tensor_scale.reshape(())
+    amax = blocks.abs().amax(dim=2)
+    scales = (scale * (amax * (1 / _LARGEST_E2M1))).clamp(max=FP8_MAX).to(torch.float8_e4m3fn)
+    rounded = scales.float()
+    factors = (rounded * scale.reciprocal()).reciprocal().where(rounded > 0, 0.0)
+    values = blocks * factors.unsqueeze(2)
+    sizes, is_negative = values.abs(), values.signbit() & ~values.isnan()
+    codes = is_negative.to(torch.uint8) * 8
+    for middle, goes_up in _MIDDLES:
+        codes += sizes >= middle if goes_up else sizes > middle
+    pairs = codes.view(x.shape[0], x.shape[1] // 2, 2)
+    return compact(pairs[:, :, 0] | pairs[:, :, 1] << 4).view(torch.float4_e2m1fn_x2), scales
+
+
+def quantize(x: Tensor, mode: str, tensor_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Rows and their scales as a ``quant`` has them, the scales row by row. Raises ValueError."""
+    if mode not in QUANT_MODES + BLOCK_MODES:
+        raise ValueError(f"unknown quantisation {mode!r}")
+    if mode.startswith("nvfp4"):
+        return quantize_nvfp4(x, tensor_scale)
+    return quantize_mxfp8(x) if mode.startswith("mxfp8") else quantize_fp8(x, mode)
+
+
+def swizzled(scales: Tensor) -> Tensor:
+    """Scales [.., rows, S] of one byte in tiles as GEMMs read them: [.., ceil(rows/128), ceil(S/4), 512], padded with
+    zeros. Scale s of row r is byte r % 32 * 16 + r % 128 // 32 * 4 + s % 4 of tile [r // 128, s // 4]."""
+    *outer, rows, count = scales.shape
+    out = torch.zeros(*outer, -(-rows // 128), -(-count // 4), 512, dtype=torch.uint8)
+    given = scales.view(torch.uint8)
+    for r in range(rows):
+        for s in range(count):
+            out[..., r // 128, s // 4, r % 32 * 16 + r % 128 // 32 * 4 + s % 4] = given[..., r, s]
+    return out.view(scales.dtype)
 
 
 # --- LogFMT: a sign and 9 bits, in blocks of 128; logarithms are integers in units of 2^-16

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from .formats import (
     WIRE_FORMATS,
     compact,
-    quantize_fp8,
+    quantize,
     rounded_to_wire,
 )
 from .places import Placement, local_ids, place_by_expert, place_by_rank, reached_by, routing_of, stack
@@ -150,8 +150,13 @@ def dispatch(
     """What every rank receives when rank r calls dispatch with inputs[r].
 
     capacity is C (expert_major) or N (packed, flat); None takes the default of the layout. quant is one of
-    QUANT_MODES and excludes scales in the inputs. Raises ValueError for arguments that make no sense.
+    QUANT_MODES or BLOCK_MODES and excludes scales in the inputs, but for "nvfp4", whose one scale they are. Those that
+    it makes are given row by row in every mode. Raises ValueError for arguments that make no sense.
     """
+    tensor_scales: list[Tensor | None] = [None] * len(inputs)
+    if quant is not None and quant.startswith("nvfp4"):
+        tensor_scales = [given.scales for given in inputs]
+        inputs = [replace(given, scales=None) for given in inputs]
     num_local = _check_world(inputs, num_experts)
     if layout not in LAYOUTS:
         raise ValueError(f"unknown layout {layout!r}")
@@ -165,7 +170,7 @@ def dispatch(
         raise ValueError("quant and scales exclude each other")
 
     if quant is not None:
-        quantized = [quantize_fp8(given.x, quant) for given in inputs]
+        quantized = [quantize(given.x, quant, scale) for given, scale in zip(inputs, tensor_scales, strict=True)]
         payloads = [pair[0] for pair in quantized]
         scales: list[Tensor] | None = [pair[1] for pair in quantized]
     else:

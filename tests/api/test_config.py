@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import typing
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 import nccl_ep
 from nccl_ep import _C, config, modes
+from nccl_ep.choices import QuantName
 from nccl_ep.handle import Layout, Quant
 
 T, H, K, E = 3, 32, 2, 4
@@ -46,7 +48,7 @@ def test_an_option_is_described_by_its_kind_its_range_and_its_modes() -> None:
     assert (padding.kind, padding.default, padding.least, padding.most, padding.modes) == (
         "flag", False, False, True, "both",
     )  # fmt: skip
-    assert (quant.kind, quant.default, quant.least, quant.most) == ("choice", 0, 0, 3)
+    assert (quant.kind, quant.default, quant.least, quant.most) == ("choice", 0, 0, 7)
     assert (signals.kind, signals.default, signals.least, signals.modes) == ("integer", 0, 1, "ll")
     scale = options.pop("scale")
     assert (scale.kind, scale.default, scale.modes, scale.number(2.5)) == ("float", 1.0, "both", 0x40200000)
@@ -78,7 +80,7 @@ def test_values_of_an_options_kind_are_taken(name: str, value: object, number: i
         ("num_sms", -1, ValueError, "num_sms is -1, must not be negative"),
         ("num_sms", 1 << 31, ValueError, "num_sms is 2147483648, must be from 0 to 2147483647"),
         ("num_sms", 1 << 70, ValueError, "num_sms is 1180591620717411303424, must be from 0 to 2147483647"),
-        ("quant", 4, ValueError, "quant 4 is unknown, must be from 0 to 3"),
+        ("quant", 8, ValueError, "quant 8 is unknown, must be from 0 to 7"),
     ],
 )
 def test_values_of_another_kind_or_out_of_range_are_refused(
@@ -141,7 +143,7 @@ def test_auto_is_the_rule_of_the_library() -> None:
 
 def test_enums_and_places_are_those_of_the_library() -> None:
     assert [layout.name.lower() for layout in Layout] == ["expert_major", "packed", "rank_major", "flat"]
-    assert [quant.name.lower() for quant in Quant] == ["none", "fp8", "fp8_rounded", "fp8_ue8m0"]
+    assert [quant.name.lower() for quant in Quant] == ["none", *typing.get_args(QuantName)]
     for layout, ranks in itertools.product(Layout, (1, 4)):
         bins, demand, overflow, total, offsets, size = _C.info_parts(int(layout), ranks, 8)
         info = torch.arange(size, dtype=torch.int32)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 import nccl_ep
 from nccl_ep import reference
+from nccl_ep.block_scales import plain_scales
 from nccl_ep.deep_ep.v1 import nvfp4
 
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
@@ -261,7 +262,85 @@ def test_fp8_blocks_that_torchao_scales_otherwise() -> None:
     assert scales[3].isinf().all() and their_scales[3].isinf().all()
 
 
+# ---- MXFP8
+
+
+MX_BLOCK = 32
+
+
+def small_blocks(x: Tensor, quant: str, tensor_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Bytes of rows and of scales as dispatch gives them in both modes; the oracle's are the same."""
+    ids = torch.zeros(len(x), 1, dtype=torch.int64)
+    sizes: dict[str, Any] = {"max_tokens": len(x), "hidden": x.shape[1], "topk": 1, "num_experts": 1, "dtype": x.dtype}
+    want = reference.quantize(x, quant, tensor_scale)
+    with nccl_ep.Buffer.for_shapes(None, **sizes, device="cpu", mode="auto") as buffer:
+        for mode in ("ll", "ht"):
+            out = nccl_ep.dispatch(
+                x, ids, buffer=buffer, num_experts=1, quant=quant, scales=tensor_scale, mode=mode, layout="flat"
+            )
+            assert out.scales is not None
+            for mine, theirs in zip((out.x, out.scales), want, strict=True):
+                assert reference.bits_equal(mine, theirs)
+    return out.x.view(torch.uint8), out.scales.view(torch.uint8)
+
+
+def mx_corner_blocks() -> Tensor:
+    """bf16 [n, 128]: every largest, subnormal ones and zero too. Its four blocks have it and parts of it."""
+    x = corner_blocks(-126)
+    tiny = torch.zeros(4, BLOCK, dtype=torch.bfloat16)
+    tiny[1, 0], tiny[2, 0], tiny[3, 0] = 2.0**-133, -(2.0**-127), 1.75 * 2.0**-118
+    return torch.cat([x, tiny])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_mxfp8_is_torchaos_rceil(dtype: torch.dtype) -> None:
+    module, modes = torchao("mx_formats.mx_tensor"), torchao("mx_formats.config").ScaleCalculationMode
+    x = mx_corner_blocks()
+    x = x[x.abs().amax(1) < 6e4].to(dtype) if dtype == torch.float16 else x
+    codes, scales = small_blocks(x, "mxfp8")
+    their_scales, their_codes = module.to_mx(x.float(), E4M3, MX_BLOCK, modes.RCEIL)
+    assert scales.equal(their_scales.view(torch.uint8)) and codes.equal(their_codes.view(torch.uint8))
+    assert scales.unique().numel() > (30 if dtype == torch.float16 else 200)
+
+
+def test_mxfp8_blocks_that_are_not_finite() -> None:
+    """NaN is passed over and stays alone; torchao's block becomes NaN. Of infinity both have 2^127."""
+    x = torch.zeros(2, BLOCK, dtype=torch.bfloat16)
+    x[0, :2], x[1, :3] = torch.tensor([448.0, math.nan]), torch.tensor([math.inf, -math.inf, 1.0])
+    codes, scales = small_blocks(x, "mxfp8")
+    assert scales[:, 0].tolist() == [127, 254] and not scales[:, 1:].any()
+    assert (
+        codes[0, 0] == LARGEST and codes[0, 1] & 0x7F == NAN and codes[1, :3].tolist() == [LARGEST, LARGEST | 0x80, 0]
+    )
+    module, modes = torchao("mx_formats.mx_tensor"), torchao("mx_formats.config").ScaleCalculationMode
+    their_scales, their_codes = module.to_mx(x.float(), E4M3, MX_BLOCK, modes.RCEIL)
+    assert their_scales.view(torch.uint8)[:, 0].tolist() == [255, 254]
+    assert (their_codes.view(torch.uint8)[0, :MX_BLOCK] & 0x7F == NAN).all()
+
+
+def test_swizzled_scales_are_torchaos() -> None:
+    to_blocked = torchao("mx_formats.utils").to_blocked
+    scales = torch.randint(0, 250, (200, 10), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
+    ours = reference.swizzled(scales)
+    assert ours.shape == (2, 3, 512) and ours.flatten().equal(to_blocked(scales).flatten())
+    assert plain_scales(ours, 200, 10).equal(scales)
+
+
 # ---- NVFP4
+
+
+NVFP4_BLOCK = 16
+
+
+def ours_of(x: Tensor, tensor_scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Packed codes and scales of rows of whole blocks, as dispatch has them and as DeepEP's method makes them."""
+    scale = torch.tensor(tensor_scale)
+    width = x.shape[1]
+    packed, scales = small_blocks(torch.nn.functional.pad(x, (0, -width % 32)), "nvfp4", scale)
+    packed, scales = packed[:, : width // 2], scales[:, : width // NVFP4_BLOCK].contiguous().view(E4M3)
+    there = nvfp4.quantize(x, scale)
+    assert reference.bits_equal(scales, there[1]) and (packed.equal(there[0]) or bool(x.isnan().any()))
+    return packed, scales
 
 
 def e2m1_codes(packed: Tensor) -> Tensor:
@@ -270,41 +349,41 @@ def e2m1_codes(packed: Tensor) -> Tensor:
 
 def test_e2m1_of_every_number() -> None:
     """The block's largest is 6, its scale 1. Ties go to the even code, zeros keep their sign."""
-    x = rows_with(6.0, numbers_up_to(6.0, torch.bfloat16), nvfp4.BLOCK)
-    packed, scales = nvfp4.quantize(x, torch.tensor(1.0))
+    x = rows_with(6.0, numbers_up_to(6.0, torch.bfloat16), NVFP4_BLOCK)
+    packed, scales = ours_of(x)
     assert scales.float().eq(1).all() and e2m1_codes(packed).equal(numpy_codes(x, "float4_e2m1fn"))
 
 
 def test_nan_of_e2m1() -> None:
     """e2m1 has none: ml_dtypes makes it a zero; here it is in the scale."""
-    x = block_of(math.nan, 1.0)[:, : nvfp4.BLOCK]
+    x = block_of(math.nan, 1.0)[:, :NVFP4_BLOCK]
     assert int(numpy_codes(x[0, :1], "float4_e2m1fn")) & 7 == 0
-    assert nvfp4.quantize(x, torch.tensor(1.0))[1].isnan().all()
+    assert ours_of(x)[1].isnan().all()
 
 
 def nvfp4_quantize(x: Tensor, global_scale: float) -> tuple[Tensor, Tensor]:
     module = torchao("mx_formats.nvfp4_tensor")
-    scales, packed = module.nvfp4_quantize(x, nvfp4.BLOCK, torch.tensor(1 / global_scale))
+    scales, packed = module.nvfp4_quantize(x, NVFP4_BLOCK, torch.tensor(1 / global_scale))
     return packed, scales
 
 
 @pytest.mark.parametrize("global_scale", [1.0, 64.0])
 def test_nvfp4_is_torchaos(global_scale: float) -> None:
     """Blocks whose scale is a normal number of e4m3. Element 2i is in the low bits of byte i in both."""
-    x = corner_blocks(-4)[:80, : 4 * nvfp4.BLOCK].contiguous()
+    x = corner_blocks(-4)[:80, : 4 * NVFP4_BLOCK].contiguous()
     x = torch.where(x.abs() > 400, 0, x)
-    is_normal = x.float().view(len(x), -1, nvfp4.BLOCK).abs().amax(-1) * global_scale / 6 >= 2.0**-6
-    packed, scales = nvfp4.quantize(x, torch.tensor(global_scale))
+    is_normal = x.float().view(len(x), -1, NVFP4_BLOCK).abs().amax(-1) * global_scale / 6 >= 2.0**-6
+    packed, scales = ours_of(x, global_scale)
     their_packed, their_scales = nvfp4_quantize(x, global_scale)
     assert scales[is_normal].view(torch.uint8).equal(their_scales[is_normal].view(torch.uint8))
-    in_bytes = is_normal.repeat_interleave(nvfp4.BLOCK // 2, 1)
+    in_bytes = is_normal.repeat_interleave(NVFP4_BLOCK // 2, 1)
     assert packed[in_bytes].equal(their_packed[in_bytes]) and is_normal.sum() > 100
 
 
 def test_nvfp4_blocks_that_torchao_scales_otherwise() -> None:
     """Its scales are at least 2^-6; ours have e4m3's subnormal numbers, and 0, whose elements are all 0."""
-    x = torch.cat([block_of(0.0, -0.0), block_of(3 * 2.0**-9), block_of(6 * 2.0**-9)])[:, : nvfp4.BLOCK].contiguous()
-    packed, scales = nvfp4.quantize(x, torch.tensor(1.0))
+    x = torch.cat([block_of(0.0, -0.0), block_of(3 * 2.0**-9), block_of(6 * 2.0**-9)])[:, :NVFP4_BLOCK].contiguous()
+    packed, scales = ours_of(x)
     their_packed, their_scales = nvfp4_quantize(x, 1.0)
     assert scales.float().flatten().tolist() == [0, 0, 2.0**-9]  # half of 2^-9 is a tie, and 0 is even
     assert their_scales.float().flatten().tolist() == [2.0**-6] * 3

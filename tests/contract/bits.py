@@ -9,10 +9,11 @@ import torch
 
 import nccl_ep
 from nccl_ep import reference
+from nccl_ep.block_scales import plain_scales
 from tests.contract.world import Rank, World
 from tests.support.cases import Case
 from tests.support.expected import Expected, run_case
-from tests.support.harness import combine_case, dispatch_case, synchronize, to_device
+from tests.support.harness import check_dispatch, check_padding, combine_case, dispatch_case, synchronize, to_device
 
 LAYOUTS = reference.LAYOUTS
 MODES = ("ll", "ht")
@@ -34,6 +35,7 @@ PAYLOADS: dict[str, dict[str, Any]] = {
     "fp8": {"quant": "fp8", "routing": "out_of_range", "idx_dtype": torch.int32},
     "fp8_rounded": {"quant": "fp8_rounded", "routing": "skewed", "with_weights": False},
     "fp8_ue8m0": {"quant": "fp8_ue8m0", "dtype": torch.float16, "routing": "duplicates", "zero_padding": True},
+    "mxfp8": {"quant": "mxfp8", "hidden": 1184, "routing": "duplicates", "zero_padding": True},
     "no_expert": {"routing": "none", "zero_padding": True},
 }  # fmt: skip
 
@@ -110,6 +112,21 @@ class Bits:
     def test_bits_do_not_depend_on_num_sms(self, mode: str, layout: str) -> None:
         self.world.run(equal_for_all_num_sms, mode, {"layout": layout, "topk": 4, "routing": "duplicates"})
 
+    @pytest.mark.parametrize("quant", ["mxfp8", "nvfp4"])
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    @pytest.mark.parametrize("mode", MODES)
+    def test_rows_in_small_blocks_are_the_oracles(self, mode: str, layout: str, quant: str) -> None:
+        """Of bf16 and of fp16; of rows whose scales are no multiple of 16 bytes, and of more than one piece."""
+        for dtype, hidden in ((torch.bfloat16, 32 * 37), (torch.float16, 2048)):
+            changes = {"layout": layout, "dtype": dtype, "hidden": hidden, "routing": "duplicates"}
+            self.world.run(moves_small_blocks, mode, quant, changes)
+
+    @pytest.mark.parametrize("quant", ["mxfp8", "nvfp4"])
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_swizzled_scales_are_the_same(self, layout: str, quant: str) -> None:
+        changes = {"layout": layout, "hidden": 32 * 37, "zero_padding": layout != "flat"}
+        self.world.run(moves_small_blocks, "ll", f"{quant}_swizzled", changes)
+
     def test_split_calls_have_the_oracles_bits(self) -> None:
         for layout in LAYOUTS:
             self.world.run(equal_in_open_sends, {"layout": layout, **PAYLOADS["fp8_ue8m0"]})
@@ -131,6 +148,50 @@ def equal_to_the_oracle(rank: Rank, mode: str, changes: dict[str, Any]) -> None:
     case = rank.case(**changes)
     with rank.buffer(case.case) as buffer:
         run_case(case, buffer, mode=mode)
+
+
+def blocks_of_all_kinds(x: torch.Tensor, seed: int) -> torch.Tensor:
+    """Numbers in the shape and dtype of x: of many magnitudes, blocks that are all alike, zero, NaN or infinite."""
+    made = torch.Generator().manual_seed(seed)
+    numbers = torch.randn(x.shape, generator=made)
+    numbers *= (
+        torch.exp2(torch.randint(-18, 6, (x.shape[0], x.shape[1] // 16, 1), generator=made))
+        .expand(-1, -1, 16)
+        .flatten(1)
+    )
+    for row in range(min(len(x), 3)):
+        numbers[row, :64] = -3.0  # of NVFP4 code 15: words of ones
+        numbers[row, 64:80] = 0.0
+        numbers[row, 80:88], numbers[row, 88:96] = -3.0, 3.0
+        numbers[row, 96 + row] = (float("nan"), float("inf"), -float("inf"))[row]
+        numbers[row, -32:] = -0.0
+        numbers[row, -8:] = -3.0
+    return numbers.to(x.dtype)
+
+
+def moves_small_blocks(rank: Rank, mode: str, quant: str, changes: dict[str, Any]) -> None:
+    case = rank.case(**changes)
+    scale = torch.tensor(2.5) if quant.startswith("nvfp4") else None
+    inputs = [
+        reference.RankInput(blocks_of_all_kinds(given.x, number), given.topk_idx, given.topk_weights, scale)
+        for number, given in enumerate(case.inputs)
+    ]
+    want = reference.dispatch(inputs, **{**case.case.dispatch_kwargs(), "quant": quant})[rank.number]
+    own = inputs[rank.number]
+    with rank.buffer(case.case) as buffer:
+        tensors = (own.x, own.topk_idx, own.topk_weights, scale)
+        given, ids, weights, scales = (to_device(each, buffer.device) for each in tensors)
+        kwargs = {**case.case.dispatch_kwargs(), "quant": quant}
+        out = nccl_ep.dispatch(given, ids, weights, scales=scales, buffer=buffer, mode=mode, **kwargs)
+        rows = out.dequantized(torch.float32, scales)
+        if quant.endswith("swizzled"):
+            assert out.scales is not None and want.scales is not None and out.scales.dim() == want.scales.dim() + 1
+            out.scales = plain_scales(out.scales, *want.scales.shape[-2:])
+        check_dispatch(out, want, quant)
+        if case.case.zero_padding:
+            check_padding(out, want, quant)
+        assert rows.shape == (*want.scales.shape[:-1], own.x.shape[1])
+        buffer.check()
 
 
 def equal_for_all_num_sms(rank: Rank, mode: str, changes: dict[str, Any]) -> None:

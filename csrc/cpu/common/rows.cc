@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "base/convert.h"
+#include "layout/common/small_blocks.h"
 
 namespace ep {
 namespace {
@@ -137,7 +138,56 @@ void from_floats(DType dtype, const float* floats, void* values, int count) {
   }
 }
 
-void quantize_row(Quant quant, const float* row, int hidden, uint8_t* payload, void* scales) {
+namespace {
+
+void quantize_mxfp8(const float* row, int hidden, uint8_t* payload, uint8_t* scales) {
+  for (int block = 0; block < hidden / kMxBlock; block++) {
+    const float* from = row + block * kMxBlock;
+    float amax = 0;
+    for (int i = 0; i < kMxBlock; i++) {
+      if (std::fabs(from[i]) > amax) amax = std::fabs(from[i]);  // never true of a NaN
+    }
+    const uint32_t scale = mx_scale(bits_of(amax));
+    const float factor = std::bit_cast<float>(mx_factor(scale));
+    scales[block] = static_cast<uint8_t>(scale);
+    for (int i = 0; i < kMxBlock; i++) payload[block * kMxBlock + i] = float_to_e4m3(from[i] * factor);
+  }
+}
+
+void quantize_nvfp4(const float* row, int hidden, uint8_t* payload, uint8_t* scales, float tensor_scale) {
+  for (int block = 0; block < hidden / kNvfp4Block; block++) {
+    const float* from = row + block * kNvfp4Block;
+    uint32_t most = 0;  // as an integer, so that NaN is the largest
+    for (int i = 0; i < kNvfp4Block; i++) most = std::max(most, bits_of(from[i]) & 0x7FFFFFFFu);
+    const float wanted = tensor_scale * (std::bit_cast<float>(most) * (1.0f / 6.0f));
+    scales[block] = float_to_e4m3(wanted);
+    const float scale = e4m3_to_float(scales[block]);
+    const float factor = scale > 0 ? 1.0f / (scale * (1.0f / tensor_scale)) : 0.0f;
+    const auto code = [&](int i) { return e2m1_of(bits_of(from[i] * factor)); };
+    for (int i = 0; i < kNvfp4Block; i += 2) {
+      payload[(block * kNvfp4Block + i) / 2] = static_cast<uint8_t>(code(i) | code(i + 1) << 4);
+    }
+  }
+}
+
+}  // namespace
+
+void escape_nvfp4(uint32_t* payload, uint8_t* scales, int blocks) {
+  for (int i = 0; i < blocks; i++) {
+    if (escape_block(payload[2 * i], payload[2 * i + 1])) scales[i] |= kEscapedScale;
+  }
+}
+void unescape_nvfp4(uint32_t* payload, uint8_t* scales, int blocks) {
+  for (int i = 0; i < blocks; i++) {
+    if ((scales[i] & kEscapedScale) == 0) continue;
+    unescape_block(payload[2 * i], payload[2 * i + 1]);
+    scales[i] &= ~kEscapedScale;
+  }
+}
+
+void quantize_row(Quant quant, const float* row, int hidden, uint8_t* payload, void* scales, float tensor_scale) {
+  if (is_mxfp8(quant)) return quantize_mxfp8(row, hidden, payload, static_cast<uint8_t*>(scales));
+  if (is_nvfp4(quant)) return quantize_nvfp4(row, hidden, payload, static_cast<uint8_t*>(scales), tensor_scale);
   const int groups = ceil_div(hidden, kQuantGroup);
   auto* float_scales = static_cast<float*>(scales);
   auto* exponents = static_cast<uint8_t*>(scales);

@@ -175,7 +175,7 @@ class Sender {
         std::vector<float> floats(p_.hidden);
         to_floats(p_.dtype, in, floats.data(), p_.hidden);
         quantize_row(p_.options.quant, floats.data(), p_.hidden, reinterpret_cast<uint8_t*>(out),
-                     row_.data() + p_.offsets.row.offset[1]);
+                     row_.data() + p_.offsets.row.offset[1], p_.tensor_scale != nullptr ? *p_.tensor_scale : 1);
         continue;
       }
       for (int j = 0; j < part.elements; j++) {

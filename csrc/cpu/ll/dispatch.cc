@@ -10,6 +10,7 @@
 #include "cpu/ll/exchange.h"
 #include "cpu/ll/operations.h"
 #include "layout/common/routing.h"
+#include "layout/common/small_blocks.h"
 
 namespace ep {
 namespace {
@@ -27,7 +28,10 @@ void load_row(const LlDispatchParams& p, int token, Words& words) {
   if (p.options.quant != Quant::kNone) {
     std::vector<float> row(p.hidden);
     to_floats(p.dtype, x, row.data(), p.hidden);
-    quantize_row(p.options.quant, row.data(), p.hidden, reinterpret_cast<uint8_t*>(body), body + p.row.scales_offset());
+    auto* scales = reinterpret_cast<uint8_t*>(body + p.row.scales_offset());
+    quantize_row(p.options.quant, row.data(), p.hidden, reinterpret_cast<uint8_t*>(body), scales,
+                 p.tensor_scale != nullptr ? *p.tensor_scale : 1);
+    if (is_nvfp4(p.options.quant)) escape_nvfp4(words.data(), scales, p.row.scale_bytes);
   } else {
     std::memcpy(body, x, p.row.payload_bytes);
     const Scales& s = p.scales;
@@ -119,9 +123,23 @@ Routing await_routing(const LlDispatchParams& p, Exchange& exchange, std::vector
   return routing;
 }
 
+// As words of four, of which the last may have fewer.
+void put_swizzled_scales(const LlDispatchParams& p, int64_t row, const char* scales) {
+  const bool has_bins = p.output.has_parts();
+  const int64_t bin_rows = p.output.rows() / (has_bins ? p.output.bins() : 1),
+                bin = row / std::max<int64_t>(bin_rows, 1);
+  const int words = ceil_div(p.row.scale_bytes, kScaleTileScales);
+  char* out = static_cast<char*>(p.out_scales.data) +
+              bin * ceil_div<int64_t>(bin_rows, kScaleTileRows) * words * kScaleTileBytes;
+  for (int word = 0; word < words; word++) {
+    std::memcpy(out + swizzled_word(row - bin * bin_rows, word, words), scales + word * 4, 4);
+  }
+}
+
 void put_row(const LlDispatchParams& p, int64_t row, const Words& words) {
   const char* body = reinterpret_cast<const char*>(words.data());
   std::memcpy(static_cast<char*>(p.out_x) + row * p.row.payload_bytes, body, p.row.payload_bytes);
+  if (is_swizzled(p.options.quant)) return put_swizzled_scales(p, row, body + p.row.scales_offset());
   const Scales& s = p.out_scales;
   const int64_t bin = s.bin_stride == 0 ? 0 : row / p.output.capacity;
   const int64_t first = bin * s.bin_stride + (row - bin * p.output.capacity) * s.row_stride;
@@ -144,6 +162,10 @@ void receive_rows(const LlDispatchParams& p, Exchange& exchange, const Routing& 
       if (std::all_of(ids, ids + p.shape.topk, [](int32_t id) { return id < 0; })) continue;
       exchange.take_row(source, token, Awaited::kRows, words.data(), static_cast<int>(words.size()));
       decode_row(p.row, words.data());
+      if (is_nvfp4(p.options.quant)) {
+        auto* scales = reinterpret_cast<uint8_t*>(words.data()) + p.row.scales_offset();
+        unescape_nvfp4(words.data(), scales, p.row.scale_bytes);
+      }
       for (int k = 0; k < p.output.map_k(); k++) {
         const int32_t row = placement.row_map[slot * p.output.map_k() + k];
         if (row < 0) continue;

@@ -9,6 +9,7 @@
 
 #include "cuda/device/ptx.cuh"
 #include "layout/common/dtype.h"
+#include "layout/common/small_blocks.h"
 
 namespace ep {
 
@@ -48,6 +49,26 @@ __device__ __forceinline__ uint32_t max_magnitudes(uint32_t a, uint32_t b) {
 __device__ __forceinline__ uint32_t pack_e4m3(float a, float b, float c, float d) {
   return static_cast<uint32_t>(__nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, __NV_E4M3)) |
          static_cast<uint32_t>(__nv_cvt_float2_to_fp8x2(make_float2(c, d), __NV_SATFINITE, __NV_E4M3)) << 16;
+}
+
+// The larger of each pair of halves, as integers.
+__device__ __forceinline__ uint32_t max_halves(uint32_t a, uint32_t b) { return __vmaxu2(a, b); }
+
+// Eight floats to eight e2m1 codes, the first in the low bits; saturating, NaN becomes a zero (small_blocks.h:
+// e2m1_of).
+__device__ __forceinline__ uint32_t pack_e2m1(const float (&values)[8]) {
+  uint32_t word = 0;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const auto is_there = [](float value) { return value == value ? value : 0.0f; };  // the instruction makes 6 of NaN
+    word |= ptx::cvt_e2m1x2(is_there(values[2 * i]), is_there(values[2 * i + 1])) << (8 * i);
+  }
+#else
+#pragma unroll
+  for (int i = 0; i < 8; i++) word |= e2m1_of(__float_as_uint(values[i])) << (4 * i);
+#endif
+  return word;
 }
 
 // Two e4m3 bytes, exactly.

@@ -276,6 +276,17 @@ __device__ __forceinline__ uint32_t max_magnitudes_bf16(uint32_t a, uint32_t b) 
   return larger;
 }
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+// Two e2m1 codes in the low byte, the first in its low bits; NaN becomes 6.
+__device__ __forceinline__ uint32_t cvt_e2m1x2(float first, float second) {
+  uint32_t codes;
+  asm("{ .reg .b8 pair; cvt.rn.satfinite.e2m1x2.f32 pair, %2, %1; cvt.u32.u8 %0, pair; }"
+      : "=r"(codes)
+      : "f"(first), "f"(second));
+  return codes;
+}
+#endif
+
 // Keeps a value in a register: the compiler would rather work it out again from constants, at 35 cycles each.
 __device__ __forceinline__ int opaque(int value) {
   asm volatile("" : "+r"(value));

@@ -3,8 +3,9 @@
 namespace ep {
 
 LlPlan plan_of(const LlDispatchParams& p, int tokens, const Arch& arch) {
-  return tuned("EP_PLAN_D",
-               plan_dispatch({tokens, p.row.wire_bytes(), p.options.quant != Quant::kNone || p.row.is_keyed}, arch));
+  LlPlan plan = plan_dispatch({tokens, p.row.wire_bytes(), p.options.quant != Quant::kNone || p.row.is_keyed}, arch);
+  if (is_nvfp4(p.options.quant)) plan.steps = 1;  // of which a warp loads as much as of two of FP8
+  return tuned("EP_PLAN_D", plan);
 }
 
 LlDispatchGeometry geometry_of(const LlDispatchParams& p, const LlPlan& plan) {

@@ -75,6 +75,7 @@ struct HtDispatchParams {
   int hidden = 0;
   int num_parts = 0;
   HtPart parts[kHtMaxParts];
+  const float* tensor_scale = nullptr;  // NVFP4; null: 1
 
   // In: read where the steps route (ids), or send routes (weights).
   const void* topk_idx = nullptr;
@@ -100,7 +101,7 @@ struct HtDispatchParams {
 
   // Where the operation quantises part 0, its rows travel as e4m3, and the next part is the scales.
   void add_quant_scales() {
-    parts[0].bytes = hidden;
+    parts[0].bytes = quant_row_bytes(options.quant, hidden);
     parts[num_parts++].bytes = quant_scale_bytes(options.quant, hidden);
   }
 };

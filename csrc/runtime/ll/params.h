@@ -59,7 +59,8 @@ struct LlDispatchParams {
   DType dtype = DType::kBF16;  // of x
   int hidden = 0;              // elements of a row of x
   RowFormat row;
-  Scales scales;  // given by the caller; data null if none
+  Scales scales;                        // given by the caller; data null if none
+  const float* tensor_scale = nullptr;  // NVFP4; null: 1
 
   // Out: written by the receive, but for the handle's ids.
   void* out_x = nullptr;  // [rows, payload bytes]

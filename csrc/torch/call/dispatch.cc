@@ -20,7 +20,8 @@ using c10::SymInt;
 // ---- Its numbers
 
 constexpr std::array kLayoutNames{"expert_major", "packed", "rank_major", "flat"};
-constexpr std::array kQuantNames{"None", "fp8", "fp8_rounded", "fp8_ue8m0"};
+constexpr std::array kQuantNames{"None",           "fp8",   "fp8_rounded",   "fp8_ue8m0", "mxfp8",
+                                 "mxfp8_swizzled", "nvfp4", "nvfp4_swizzled"};
 constexpr size_t kNumbers = 9;
 
 // quant, zero_padding, num_sms.
@@ -154,8 +155,10 @@ class Dispatch {
     Tensor carrier;
     if (quantises && gradients::wants_any(*given_.x)) {
       const auto slots = checked_.is_ht ? std::optional(results.slots) : std::nullopt;
-      carrier = call_op(torch_ops::row_carrier(), given_.is_plain, seq_, *given_.x, results.handle, slots,
-                        results.x.sym_sizes(), numbers_);
+      c10::SymDimVector sizes(results.x.sym_sizes());
+      sizes.back() = (*given_.x).sym_size(1);  // of NVFP4 x has half of it
+      carrier =
+          call_op(torch_ops::row_carrier(), given_.is_plain, seq_, *given_.x, results.handle, slots, sizes, numbers_);
     }
     if (buffer_.raises_overflow) {
       call_op(torch_ops::require_no_overflow(), given_.is_plain, seq_, results.info, capacity, numbers_);
@@ -190,7 +193,7 @@ class Dispatch {
     set_output(kInfo, wrap(std::move(results.info)));
     set_handle(kTensor, wrap(std::move(results.handle)));
     set_handle(kSeq, new_reference(buffer_.seq));
-    set_handle(kNumTokens, as_python(given_.x->sym_size(0)));
+    set_handle(kNumTokens, as_python((*given_.x).sym_size(0)));
     set_handle(kTopk, number(config.topk));
     set_handle(kNumExperts, number(config.num_experts));
     set_handle(kMaxTokens, number(config.max_tokens));

@@ -1,5 +1,7 @@
 #include "torch/ops/arguments.h"
 
+#include <cmath>
+
 #include "api/factory.h"
 #include "base/check.h"
 #include "runtime/call.h"
@@ -34,9 +36,13 @@ OutputTypesOf<Int> output_types(const OutputShape& output, Int capacity, Quant q
   const bool quantises = quant != Quant::kNone;
   OutputTypesOf<Int> types;
   types.x = sizes(dims.x);
-  types.x_type = quantises ? at::kFloat8_e4m3fn : dtype;
+  types.x_type = !quantises ? dtype : is_nvfp4(quant) ? at::kFloat4_e2m1fn_x2 : at::kFloat8_e4m3fn;
   types.scales = sizes(dims.scales);
-  types.scales_type = !quantises ? scale_dtype : quant == Quant::kFp8Ue8m0 ? at::kInt : at::kFloat;
+  types.scales_type = !quantises                  ? scale_dtype
+                      : is_mxfp8(quant)           ? at::kFloat8_e8m0fnu
+                      : is_nvfp4(quant)           ? at::kFloat8_e4m3fn
+                      : quant == Quant::kFp8Ue8m0 ? at::kInt
+                                                  : at::kFloat;
   types.weights = sizes(dims.weights);
   types.topk_idx = sizes(dims.topk_idx);
   types.idx_type = is_idx64 ? at::kLong : at::kInt;
@@ -151,6 +157,22 @@ InputTypes check_rows(const at::Tensor& x, const OptionalTensor& scales, const a
   return row;
 }
 
+const OptionalTensor& row_scales_of(const OptionalTensor& given, Quant quant) {
+  static const OptionalTensor none;
+  return is_nvfp4(quant) ? none : given;
+}
+
+const float* tensor_scale_of(const OptionalTensor& given, Quant quant, const at::Device& device) {
+  if (!is_nvfp4(quant) || !given) return nullptr;
+  EP_CHECK(given->device() == device, "scales are on ", given->device().str(), ", the buffer on ", device.str());
+  EP_CHECK(given->scalar_type() == at::kFloat && given->numel() == 1, "scales are ", name_of(given->scalar_type()), " ",
+           given->sizes(), ", with quant ", name_of(quant), " they must be one torch.float32 for the whole tensor");
+  const auto* scale = static_cast<const float*>(given->data_ptr());
+  EP_CHECK(!device.is_cpu() || (*scale > 0 && std::isfinite(*scale)), "scales are ", *scale, ", with quant ",
+           name_of(quant), " they must be positive and finite");
+  return scale;
+}
+
 at::Tensor allocate_handle(const InputTypes& row, const OutputShape& output, const at::Device& device) {
   return new_handle({handle_shape(output, row.num_tokens).size()}, device);
 }
@@ -209,7 +231,8 @@ LlDispatchParams dispatch_params(const InputTypes& row, const DispatchConfig& co
   const bool quantises = p.options.quant != Quant::kNone;
   p.out_scales.count = quantises ? static_cast<int>(num_quant_scales(p.options.quant, row.hidden))
                                  : to_int(row.num_scales, "number of scales");
-  p.out_scales.element_bytes = quantises ? 4 : static_cast<int>(at::elementSize(row.scale_dtype));
+  p.out_scales.element_bytes =
+      quantises ? quant_scale_size(p.options.quant) : static_cast<int>(at::elementSize(row.scale_dtype));
   return p;
 }
 

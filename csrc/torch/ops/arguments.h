@@ -66,6 +66,9 @@ T* pointer(const at::Tensor& tensor) {
   return tensor.numel() == 0 ? nullptr : static_cast<T*>(tensor.data_ptr());
 }
 
+// What a caller gives as scales: those of rows, or the one of the tensor that NVFP4 takes; none is left out or null.
+const OptionalTensor& row_scales_of(const OptionalTensor& given, Quant quant);
+const float* tensor_scale_of(const OptionalTensor& given, Quant quant, const at::Device& device);
 // Refuses tensors that the kernels could not read. `device`: of the group. `check_rows`: of [T, H] without routing.
 InputTypes check_rows(const at::Tensor& x, const OptionalTensor& scales, const at::Device& device);
 InputTypes check_inputs(const at::Tensor& x, const OptionalTensor& scales, const at::Tensor& topk_idx,

@@ -142,7 +142,8 @@ HtTensors run_ht_dispatch(const at::Tensor& seq, const HtPayload& payload, const
                           const HtHow& how = {}) {
   const auto [registered, group, device, on_device] = OnGroup(seq);
   EP_CHECK(!payload.xs.empty(), "no tensor to dispatch");
-  const InputTypes row = check_inputs(payload.xs[0], payload.scales, topk_idx, topk_weights, config.topk, device);
+  const InputTypes row = check_inputs(payload.xs[0], row_scales_of(payload.scales, config.quant), topk_idx,
+                                      topk_weights, config.topk, device);
   check_payload(payload, row.num_tokens, device);
   const bool is_exact = capacity == kExactCapacity;
   EP_CHECK(!is_exact || config.layout != OutputLayout::kExpertMajor,

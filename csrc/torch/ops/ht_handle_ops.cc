@@ -47,7 +47,7 @@ PayloadOutputs run_ht_cached(const at::Tensor& seq, at::TensorList xs, const Opt
   p.handle = resolve_handle(info, group, route, slots, device);
   EP_CHECK(!xs.empty() && xs[0].dim() == 2 && xs[0].size(0) == num_tokens, "x must be [", num_tokens,
            ", hidden], as in the dispatch of the handle");
-  InputTypes row = check_rows(xs[0], x_scales, device);
+  InputTypes row = check_rows(xs[0], row_scales_of(x_scales, config.quant), device);
   row.topk = config.topk;
   check_payload(payload, num_tokens, device);
   p.options = config;

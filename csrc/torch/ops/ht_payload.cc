@@ -73,7 +73,8 @@ void set_parts(HtDispatchParams& p, const HtPayload& payload) {
   p.dtype = dtype_of(payload.xs[0].scalar_type());
   p.hidden = to_int(payload.xs[0].size(1), "hidden");
   if (p.options.quant != Quant::kNone) {
-    check_scales(p.options.quant, payload.scales.has_value());
+    check_scales(p.options.quant, row_scales_of(payload.scales, p.options.quant).has_value());
+    p.tensor_scale = tensor_scale_of(payload.scales, p.options.quant, payload.xs[0].device());
     p.add_quant_scales();
   } else if (payload.scales) {
     add(*payload.scales);

@@ -20,11 +20,12 @@ void run_into(DispatchOutputs& outputs, LlDispatchParams& p, const InputTypes& r
 void run_dispatch(const at::Tensor& seq, const DispatchInputs& inputs, int64_t capacity, const DispatchConfig& config,
                   Phase phase, DispatchOutputs& outputs) {
   const OnGroup on(seq);
-  const InputTypes row =
-      check_inputs(inputs.x, inputs.scales, inputs.topk_idx, inputs.topk_weights, config.topk, on.device);
+  const OptionalTensor& scales = row_scales_of(inputs.scales, config.quant);
+  const InputTypes row = check_inputs(inputs.x, scales, inputs.topk_idx, inputs.topk_weights, config.topk, on.device);
   LlDispatchParams p = dispatch_params(row, config, output_shape(on.group.num_ranks(), config, capacity));
   p.phase = phase;
-  set_inputs(p, inputs.x, inputs.scales, inputs.topk_idx, inputs.topk_weights);
+  set_inputs(p, inputs.x, scales, inputs.topk_idx, inputs.topk_weights);
+  p.tensor_scale = tensor_scale_of(inputs.scales, config.quant, on.device);
   run_into(outputs, p, row, on);
 }
 

@@ -16,7 +16,7 @@ namespace {
   OPTION(int64_t, rows, 0, 1, kMost, Modes::kBoth)                     \
   OPTION(float, factor, 1.0f, -2.5f, 4.0f, Modes::kHt)                 \
   OPTION(float, finite, 1.0f, -__FLT_MAX__, __FLT_MAX__, Modes::kBoth) \
-  OPTION(Quant, quant, Quant::kNone, Quant::kNone, Quant::kFp8Ue8m0, Modes::kBoth)
+  OPTION(Quant, quant, Quant::kNone, Quant::kNone, Quant::kNvfp4Swizzled, Modes::kBoth)
 EP_OPTIONS(TestOptions, EP_TEST_OPTIONS)
 
 enum { kIsOn, kBlocks, kRows, kFactor, kFinite, kQuant };
@@ -73,8 +73,8 @@ TEST(Options, ANumberOutOfRangeIsRefusedWithItsNameItsValueAndTheRange) {
   EXPECT_EQ(refusal(kFactor, to_number(std::nanf(""))), "factor is nan, must be from -2.5 to 4");
   EXPECT_EQ(refusal(kFinite, to_number(INFINITY)), "finite is inf, must be a finite number");
   EXPECT_EQ(refusal(kFinite, to_number(std::nanf(""))), "finite is nan, must be a finite number");
-  EXPECT_EQ(refusal(kQuant, 4), "quant 4 is unknown, must be from 0 to 3");
-  EXPECT_EQ(refusal(kQuant, -1), "quant -1 is unknown, must be from 0 to 3");
+  EXPECT_EQ(refusal(kQuant, 8), "quant 8 is unknown, must be from 0 to 7");
+  EXPECT_EQ(refusal(kQuant, -1), "quant -1 is unknown, must be from 0 to 7");
 }
 
 TEST(Options, TheEndsOfARangeAndTheDefaultAreTaken) {

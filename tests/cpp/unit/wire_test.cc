@@ -40,7 +40,7 @@ TEST(OpHeader, OperationsDifferInEveryPart) {
   int combinations = 0;
   for (int operation = 1; operation <= 4; operation++) {
     for (int dtype = 0; dtype < 8; dtype++) {
-      for (int quant = 0; quant < 4; quant++) {
+      for (int quant = 0; quant < 8; quant++) {
         for (int wire = 0; wire < 3; wire++, combinations++) {
           words.insert(pack_operation(static_cast<Operation>(operation), static_cast<DType>(dtype),
                                       static_cast<Quant>(quant), static_cast<DType>(wire)));

@@ -33,13 +33,12 @@ template <DType kType>
 struct Conversion {
   using Block = Raw<Encoding::kFp8, 2>;
   static constexpr unsigned kStepBytes = 1024, kBlockBytes = 2 * kStepBytes;  // of x
-  static constexpr int kBlockGroups = 8;
 
   const char* row;
   unsigned at, end;  // bytes of x: where the lane's share of the first block begins, of the row
   char *out, *scales;
-  int group, groups;  // of the lane in the first block, of the row
-  unsigned own_part;  // bits before it
+  int group, groups, block_groups;  // of the lane in the first block, of the row, of a block
+  unsigned own_part;                // bits before it
   bool has_scale;
   Quant quant;
 
@@ -49,13 +48,15 @@ struct Conversion {
         end(2 * role.p.hidden),
         out(role.stage + 16 * role.lane),
         scales(role.stage + role.geometry.stage_offset[1]),
-        groups(ceil_div(role.p.hidden, kQuantGroup)),
+        groups(ceil_div(role.p.hidden, is_mxfp8(role.p.options.quant) ? kMxBlock : kQuantGroup)),
         quant(role.p.options.quant) {
-    // Of a group's eight lanes the even ones work out the scale of the first step, the others that of the second.
-    const unsigned lane = role.lane, step = lane & 1;
-    group = static_cast<int>(4 * step + lane / 8);
+    // Of a group's eight lanes the even ones work out the scale of the first step, the others that of the second; of
+    // MXFP8 a group has two lanes.
+    const unsigned lane = role.lane, step = lane & 1, lanes = is_mxfp8(quant) ? 2 : 8;
+    group = static_cast<int>(32 / lanes * step + lane / lanes);
+    block_groups = 64 / lanes;
     own_part = 16 * step;
-    has_scale = lane % 8 < 2;
+    has_scale = lane % lanes < 2;
     row = ptx::opaque(row);
   }
 
@@ -70,22 +71,31 @@ struct Conversion {
   }
 
   __device__ __forceinline__ void convert(const Block& raw, int block) const {
+    const bool is_mx = is_mxfp8(quant);
+    const float amax = unpack2<kType>(group_maxima<kType>(raw.vector, is_mx) >> own_part).x;
     float scale, factor;
-    group_scale(quant, unpack2<kType>(group_maxima<kType>(raw.vector) >> own_part).x, scale, factor);
+    uint32_t byte = 0;
+    if (is_mx) {
+      mx_block_scale(amax, byte, factor);
+    } else {
+      group_scale(quant, amax, scale, factor);
+      byte = __float_as_uint(scale) >> 23;
+    }
 #pragma unroll
     for (int j = 0; j < 2; j++) {
       const unsigned step_at = block * kBlockBytes + j * kStepBytes;
-      const uint4 piece = scaled<kType>(raw.vector[2 * j], raw.vector[2 * j + 1], __shfl_sync(~0u, factor, j, 8));
+      const float own_factor = __shfl_sync(~0u, factor, (lane_id() & (is_mx ? ~1 : ~7)) + j);
+      const uint4 piece = scaled<kType>(raw.vector[2 * j], raw.vector[2 * j + 1], own_factor);
       if (at + step_at < end) ptx::st_shared(reinterpret_cast<uint4*>(out + step_at / 2), piece);
     }
     if (!has_scale) return;
     // Behind the last group the stage has room for a block's; those of exponents are sent, too.
-    const int own = group + block * kBlockGroups;
-    const uint32_t bits = own < groups ? __float_as_uint(scale) : 0;
-    if (quant == Quant::kFp8Ue8m0) {
-      ptx::st_shared(reinterpret_cast<uint8_t*>(scales) + own, bits >> 23);
+    const int own = group + block * block_groups;
+    const bool is_there = own < groups;
+    if (is_mx || quant == Quant::kFp8Ue8m0) {
+      if (is_there || !is_mx) ptx::st_shared(reinterpret_cast<uint8_t*>(scales) + own, is_there ? byte : 0);
     } else {
-      ptx::st_shared(reinterpret_cast<uint32_t*>(scales) + own, bits);
+      ptx::st_shared(reinterpret_cast<uint32_t*>(scales) + own, is_there ? __float_as_uint(scale) : 0);
     }
   }
 
@@ -102,7 +112,59 @@ struct Conversion {
       if (blocks == 2) break;
       at += 2 * kBlockBytes;
       out += kBlockBytes;
-      group += 2 * kBlockGroups;
+      group += 2 * block_groups;
+    }
+  }
+};
+
+// The same to NVFP4, in steps of 1024 elements, of which a lane has two blocks.
+template <DType kType>
+struct Nvfp4Conversion {
+  using Block = Raw<Encoding::kFp4, 1>;
+  static constexpr unsigned kStepBytes = 2048;  // of x
+
+  const char* row;
+  unsigned at, end;  // bytes of x: where the lane's share of the first step begins, of the row
+  char *out, *scales;
+  float tensor_scale;
+
+  __device__ __forceinline__ Nvfp4Conversion(const SendRole& role, int token)
+      : row(static_cast<const char*>(role.p.parts[0].in) + token * role.p.parts[0].row_stride),
+        at(64 * role.lane),
+        end(2 * role.p.hidden),
+        out(role.stage + 16 * role.lane),
+        scales(role.stage + role.geometry.stage_offset[1] + 2 * role.lane),
+        tensor_scale(role.p.tensor_scale != nullptr ? __ldg(role.p.tensor_scale) : 1.0f) {}
+
+  __device__ __forceinline__ void load(Block& raw, unsigned step_at) const {
+    const char* from = row + min(at + step_at, end - 64);
+#pragma unroll
+    for (int i = 0; i < 4; i++) raw.vector[i] = ptx::ld_nc(from + 16 * i);
+  }
+  __device__ __forceinline__ void convert(const Block& raw, unsigned step_at) const {
+    uint32_t words[4], scale[2];
+#pragma unroll
+    for (int b = 0; b < 2; b++) {
+      scale[b] =
+          nvfp4_block<kType>(raw.vector[2 * b], raw.vector[2 * b + 1], tensor_scale, words[2 * b], words[2 * b + 1]);
+    }
+    if (at + step_at >= end) return;
+    ptx::st_shared(reinterpret_cast<uint4*>(out + step_at / 4), make_uint4(words[0], words[1], words[2], words[3]));
+    auto* own = reinterpret_cast<uint8_t*>(scales) + step_at / 32;
+    ptx::st_shared(own, scale[0]);
+    ptx::st_shared(own + 1, scale[1]);
+  }
+  __device__ __forceinline__ void run() {
+    Block first, second;
+    load(first, 0);
+#pragma unroll 1
+    for (unsigned step_at = 0;; step_at += 2 * kStepBytes) {
+      load(second, step_at + kStepBytes);
+      convert(first, step_at);
+      if (step_at + kStepBytes >= end) break;
+      load(first, step_at + 2 * kStepBytes);
+      convert(second, step_at + kStepBytes);
+      if (step_at + 2 * kStepBytes >= end) break;
     }
   }
 };
@@ -129,6 +191,14 @@ __device__ __forceinline__ int begin_load(const SendRole& role, int token, int p
   return bulk;
 }
 
+static __device__ __noinline__ void convert_to_nvfp4(const SendRole& role, int token) {
+  if (role.p.dtype == DType::kBF16) {
+    Nvfp4Conversion<DType::kBF16>(role, token).run();
+  } else {
+    Nvfp4Conversion<DType::kF16>(role, token).run();
+  }
+}
+
 __device__ __forceinline__ void await_load(const SendRole& role, uint32_t& parity) {
   while (!ptx::mbarrier_try_wait(role.barrier(), parity)) {
   }
@@ -143,7 +213,9 @@ __device__ __forceinline__ void finish_load(const SendRole& role, int token, int
   if constexpr (kQuant) {
     if (pass == 0) {
       by_threads = true;
-      if (p.dtype == DType::kBF16) {
+      if (is_nvfp4(p.options.quant)) {
+        convert_to_nvfp4(role, token);
+      } else if (p.dtype == DType::kBF16) {
         Conversion<DType::kBF16>(role, token).run();
       } else {
         Conversion<DType::kF16>(role, token).run();

@@ -20,14 +20,16 @@ struct RowShape {
   int vectors = 0;          // of 16 bytes on the wire, side words apart
   int payload_vectors = 0;  // of them, the payload's
   int steps = 0;
+  int sides = 0;  // side words: one for each step, of NVFP4 as many as there are scales for
   int side_offset = 0;
-  int side_bytes = 0;  // of a step: 0, 4 or 16
+  int side_bytes = 0;  // of each: 0, 4 or 16
 
   static RowShape of(const LlDispatchParams& p) {
     RowShape row;
     row.payload_vectors = p.row.payload_bytes / kLaneBytes;
     row.vectors = p.row.is_keyed ? p.row.body_bytes() / kLaneBytes : row.payload_vectors;
     row.steps = ceil_div(row.vectors, 32);
+    row.sides = is_nvfp4(p.options.quant) ? ceil_div(p.row.scale_bytes, kLaneBytes) : row.steps;
     row.side_offset = p.row.is_keyed ? p.row.keys_offset() : p.row.scales_offset();
     if (p.row.is_keyed || p.options.quant == Quant::kFp8Ue8m0) {
       row.side_bytes = 4;
@@ -143,7 +145,7 @@ struct LlDispatchGeometry {
   Divisor by_alignment;
   RoutingBitmapShape bitmap;
   ScaleSource given_scales;  // of keyed rows
-  ScaleTarget out_scales;
+  ScaleTarget out_scales;    // of keyed rows and scales of a byte
 
   static LlDispatchGeometry of(const LlDispatchParams& p, const LlPlan& plan) {
     EP_CHECK(plan.sender_warps < plan.warps && plan.receiver_warps > 1, plan.sender_warps, " senders and ",
@@ -172,7 +174,8 @@ struct LlDispatchGeometry {
     g.gap_warps = static_cast<int>(std::max<int64_t>(p.output.bins(), slices));
     g.bitmap = RoutingBitmapShape::of(p);
     if (p.row.is_keyed && sends(p.phase)) g.given_scales = ScaleSource::of(p.scales);
-    if (p.row.is_keyed && receives(p.phase)) g.out_scales = ScaleTarget::of(p.out_scales);
+    const bool has_bytes = p.row.is_keyed || (p.options.quant != Quant::kNone && p.out_scales.element_bytes == 1);
+    if (has_bytes && receives(p.phase)) g.out_scales = ScaleTarget::of(p.out_scales);
     return g;
   }
 };

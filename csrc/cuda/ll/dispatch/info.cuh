@@ -4,9 +4,22 @@
 #include "cuda/device/arrivals.cuh"
 #include "cuda/ll/dispatch/routing_bitmap.cuh"
 #include "cuda/protocol/ids.cuh"
+#include "layout/common/small_blocks.h"
 
 namespace ep {
 inline namespace EP_KERNELS {
+
+static __device__ __noinline__ void zero_swizzled_scales(const LlDispatchParams& p, int64_t from, int64_t to) {
+  const bool has_bins = p.output.has_parts();
+  const int64_t bin_rows = has_bins ? p.output.rows() / p.output.bins() : p.output.rows();
+  const int words = ceil_div(p.out_scales.count, kScaleTileScales);
+  const int64_t bin_bytes = ceil_div<int64_t>(bin_rows, kScaleTileRows) * words * kScaleTileBytes;
+  for (int64_t i = from * words + lane_id(); i < to * words; i += 32) {
+    const int64_t row = i / words, bin = row / bin_rows;
+    char* out = static_cast<char*>(p.out_scales.data) + bin * bin_bytes;
+    *reinterpret_cast<uint32_t*>(out + swizzled_word(row - bin * bin_rows, static_cast<int>(i % words), words)) = 0;
+  }
+}
 
 // A warp fills rows [from, to) with zeros, if the caller asks for it.
 static __device__ __noinline__ void zero_rows(const LlDispatchParams& p, int64_t from, int64_t to) {
@@ -15,6 +28,7 @@ static __device__ __noinline__ void zero_rows(const LlDispatchParams& p, int64_t
   for (int64_t i = from * vectors + lane_id(); i < to * vectors; i += 32) ptx::st(out + i, make_uint4(0, 0, 0, 0));
   const Scales& scales = p.out_scales;
   if (scales.data == nullptr) return;
+  if (is_swizzled(p.options.quant)) return zero_swizzled_scales(p, from, to);
   const int bytes = scales.element_bytes;
   const bool are_words = bytes == 4 && reinterpret_cast<uintptr_t>(scales.data) % 4 == 0;
   for (int64_t row = from; row < to; row++) {

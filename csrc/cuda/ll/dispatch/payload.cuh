@@ -94,6 +94,8 @@ __device__ __forceinline__ void encode(const LlDispatchParams& p, const Raw<kEnc
   if constexpr (kEncoding == Encoding::kFp8) {
     quantize<kType>(p.options.quant, raw, piece, lane);
     piece.side = finish_scales(p.options.quant, piece.side, piece_index * kSteps + lane, p.hidden);
+  } else if constexpr (kEncoding == Encoding::kFp4) {
+    quantize<kType>(p.tensor_scale != nullptr ? __ldg(p.tensor_scale) : 1.0f, raw, piece, lane);
   } else {
 #pragma unroll
     for (int j = 0; j < kSteps; j++) {
@@ -129,9 +131,9 @@ __device__ __forceinline__ int lane_offset(int piece_index, int lane) {
 }
 
 // `at`: lane_offset() in the slot.
-template <class Store, int kSteps, bool kHasSide>
+template <class Store, int kSteps, int kSides>
 __device__ __forceinline__ void store_wire(char* at, const RowShape& row, int piece_index,
-                                           const Piece<kSteps, kHasSide>& piece, int lane) {
+                                           const Piece<kSteps, kSides>& piece, int lane) {
   const int first = piece_index * kSteps * 32 + lane, left = row.vectors - first;
   auto* vectors = reinterpret_cast<uint4*>(at);
 #pragma unroll
@@ -139,9 +141,9 @@ __device__ __forceinline__ void store_wire(char* at, const RowShape& row, int pi
     if (j * 32 < left) Store::store(vectors + j * 32, piece.vector[j]);
     testing_point(Point::kBetweenWords);
   }
-  const int step = piece_index * kSteps + lane;
-  if (!kHasSide || lane >= kSteps || step >= row.steps) return;
-  char* side = at + (row.side_offset + step * row.side_bytes - first * kLaneBytes);
+  const int index = piece_index * kSides + lane;
+  if (lane >= kSides || index >= row.sides) return;
+  char* side = at + (row.side_offset + index * row.side_bytes - first * kLaneBytes);
   if (row.side_bytes == 16) {
     Store::store(reinterpret_cast<uint4*>(side), piece.side);
   } else {
@@ -150,9 +152,9 @@ __device__ __forceinline__ void store_wire(char* at, const RowShape& row, int pi
 }
 
 // Reads whatever is there. Words that are not this row's count as arrived.
-template <int kSteps, bool kHasSide>
+template <int kSteps, int kSides>
 __device__ __forceinline__ void load_wire(const char* at, const RowShape& row, int piece_index,
-                                          Piece<kSteps, kHasSide>& piece, int lane) {
+                                          Piece<kSteps, kSides>& piece, int lane) {
   const int first = piece_index * kSteps * 32 + lane, left = row.vectors - first;
   const auto* vectors = reinterpret_cast<const uint4*>(at);
 #pragma unroll
@@ -160,9 +162,9 @@ __device__ __forceinline__ void load_wire(const char* at, const RowShape& row, i
     piece.vector[j] = j * 32 < left ? ptx::ld_relaxed_sys(vectors + j * 32) : make_uint4(0, 0, 0, 0);
   }
   piece.side = make_uint4(0, 0, 0, 0);
-  const int step = piece_index * kSteps + lane;
-  if (!kHasSide || lane >= kSteps || step >= row.steps) return;
-  const char* side = at + (row.side_offset + step * row.side_bytes - first * kLaneBytes);
+  const int index = piece_index * kSides + lane;
+  if (lane >= kSides || index >= row.sides) return;
+  const char* side = at + (row.side_offset + index * row.side_bytes - first * kLaneBytes);
   if (row.side_bytes == 16) {
     piece.side = ptx::ld_relaxed_sys(reinterpret_cast<const uint4*>(side));
   } else {
@@ -170,18 +172,18 @@ __device__ __forceinline__ void load_wire(const char* at, const RowShape& row, i
   }
 }
 
-template <int kSteps, bool kHasSide>
-__device__ __forceinline__ bool has_arrived(const Piece<kSteps, kHasSide>& piece) {
-  bool ok = !kHasSide || has_arrived(piece.side);
+template <int kSteps, int kSides>
+__device__ __forceinline__ bool has_arrived(const Piece<kSteps, kSides>& piece) {
+  bool ok = kSides == 0 || has_arrived(piece.side);
 #pragma unroll
   for (int j = 0; j < kSteps; j++) ok = ok && has_arrived(piece.vector[j]);
   return __all_sync(~0u, ok);
 }
 
 // Back to the resting state, for the operation after next.
-template <int kSteps, bool kHasSide>
+template <int kSteps, int kSides>
 __device__ __forceinline__ void reset_wire(char* at, const RowShape& row, int piece_index, int lane) {
-  Piece<kSteps, kHasSide> rest;
+  Piece<kSteps, kSides> rest;
 #pragma unroll
   for (int j = 0; j < kSteps; j++) rest.vector[j] = make_uint4(kAbsent, kAbsent, kAbsent, kAbsent);
   rest.side = make_uint4(kAbsent, kAbsent, kAbsent, kAbsent);
@@ -195,6 +197,11 @@ __device__ __forceinline__ void decode(PieceOf<kEncoding, kSteps>& piece) {
   if constexpr (kEncoding == Encoding::kKeyed) {
 #pragma unroll
     for (int j = 0; j < kSteps; j++) piece.vector[j] = piece.vector[j] ^ __shfl_sync(~0u, piece.side.x, j);
+  }
+  if constexpr (kEncoding == Encoding::kFp4) {
+    const int lane = lane_id();
+    if (lane >= kSidesOf<kEncoding, kSteps>) piece.side = make_uint4(0, 0, 0, 0);
+    unescape(piece, lane);
   }
 }
 
@@ -234,11 +241,31 @@ __device__ __forceinline__ void store_step_scales(const Scales& scales, int64_t 
   for (int i = 0; i < 4 && first + i < scales.count; i++) target[i * scales.group_stride] = words[i];
 }
 
+// Sixteen scales of a byte, from 16 * index on, of a row of all rows or of its bin, each of which has tiles of its own.
+static __device__ __noinline__ void store_swizzled_scales(const LlDispatchParams& p, uint32_t out_row, uint32_t bin,
+                                                          int index, uint4 side) {
+  const OutputShape& output = p.output;
+  const bool has_bins = output.has_parts();
+  const uint32_t bin_rows = output.layout == OutputLayout::kRankMajor ? p.shape.max_tokens : output.capacity;
+  if (!has_bins) bin = 0;
+  if (output.layout == OutputLayout::kRankMajor) bin = out_row / bin_rows;
+  const int words = ceil_div(p.out_scales.count, kScaleTileScales);
+  const int64_t bin_bytes = ceil_div<int64_t>(bin_rows, kScaleTileRows) * words * kScaleTileBytes;
+  char* out = static_cast<char*>(p.out_scales.data) + bin * bin_bytes;
+  const uint32_t four[4] = {side.x, side.y, side.z, side.w};
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const int word = 4 * index + i;
+    if (word >= words) return;
+    *reinterpret_cast<uint32_t*>(out + swizzled_word(out_row - bin * bin_rows, word, words)) = four[i];
+  }
+}
+
 // Stores a piece into any number of rows.
 template <Encoding kEncoding, int kSteps>
 struct RowWriter {
   uint4* out;  // the lane's first vector of row 0
-  int row_vectors, payload_left, vectors_left, step, side_bytes;
+  int row_vectors, payload_left, vectors_left, side, side_bytes;
   bool has_scales;
   int64_t bin_gap;   // scales of an expert begin so much after the end of those before
   char* scales_out;  // where the scales of row 0 would have the lane's first vector
@@ -251,9 +278,10 @@ struct RowWriter {
     row_vectors = row.payload_vectors;
     payload_left = row.payload_vectors - first;
     vectors_left = row.vectors - first;
-    step = piece_index * kSteps + lane;
+    side = piece_index * kSidesOf<kEncoding, kSteps> + lane;
     side_bytes = row.side_bytes;
-    has_scales = kEncoding == Encoding::kFp8 && lane < kSteps && step < row.steps;
+    has_scales = (kEncoding == Encoding::kFp8 || kEncoding == Encoding::kFp4) && lane < kSidesOf<kEncoding, kSteps> &&
+                 side < row.sides;
     bin_gap = 0;
     if (p.out_scales.bin_stride != 0) bin_gap = p.out_scales.bin_stride - p.output.capacity * p.out_scales.row_stride;
     scales_out = geometry.out_scales.data;
@@ -274,22 +302,33 @@ struct RowWriter {
     }
   }
   // `expert`: whose row it is; of no meaning in rank layouts.
-  __device__ __forceinline__ void store(const LlDispatchParams& p, const ScaleTarget& keyed_scales, int32_t out_row,
+  __device__ __forceinline__ void store(const LlDispatchParams& p, const ScaleTarget& byte_scales, int32_t out_row,
                                         uint32_t expert, const PieceOf<kEncoding, kSteps>& piece) const {
     const auto row = static_cast<uint64_t>(static_cast<uint32_t>(out_row));
     uint4* target = out + row * static_cast<uint32_t>(row_vectors);
 #pragma unroll
     for (int j = 0; j < kSteps; j++) {
       if constexpr (kEncoding == Encoding::kKeyed) {
-        const uint64_t row_scales = row * static_cast<uint32_t>(keyed_scales.row_bytes);
-        store_keyed(keyed_scales, target, scales_out + row_scales, j, piece.vector[j]);
+        const uint64_t row_scales = row * static_cast<uint32_t>(byte_scales.row_bytes);
+        store_keyed(byte_scales, target, scales_out + row_scales, j, piece.vector[j]);
       } else if (j * 32 < payload_left) {
         ptx::st(target + j * 32, piece.vector[j]);
       }
     }
     if (!has_scales) return;
     const Scales& scales = p.out_scales;
-    store_step_scales(scales, out_row * scales.row_stride + expert * bin_gap, step, piece.side, side_bytes);
+    if (kEncoding == Encoding::kFp4 || is_mxfp8(p.options.quant)) {
+      if (is_swizzled(p.options.quant)) return store_swizzled_scales(p, out_row, expert, side, piece.side);
+      const int first = side * kLaneBytes, left = byte_scales.row_bytes - first;
+      char* at = byte_scales.data + row * static_cast<uint32_t>(byte_scales.row_bytes) + first;
+      if (byte_scales.unit == kLaneBytes) {
+        ptx::st(reinterpret_cast<uint4*>(at), piece.side);
+      } else {
+        store_scale_units(at, piece.side, byte_scales.unit, left);
+      }
+      return;
+    }
+    store_step_scales(scales, out_row * scales.row_stride + expert * bin_gap, side, piece.side, side_bytes);
   }
 };
 

@@ -66,9 +66,9 @@ struct ReceiveUnit {
 
 // The piece of a row that a link brings for this rank alone, from where the network puts it (links/dispatch.cuh). A
 // warp calls. False: the wait was given up.
-template <int kSteps, bool kHasSide>
+template <int kSteps, int kSides>
 __device__ bool load_from_link(const DispatchRole& role, const WarpContext& op, const RoutingBitmap& bitmap,
-                               const ReceiveUnit& unit, Piece<kSteps, kHasSide>& piece);
+                               const ReceiveUnit& unit, Piece<kSteps, kSides>& piece);
 
 // A piece on its way to its places: loaded before it is known whether it comes, used afterwards. What can be computed
 // of it before the routing is known is in registers by then.
@@ -185,7 +185,7 @@ struct Incoming {
       }
       testing_point(Point::kBeforeReset, op, unit.source * role.p.shape.max_tokens + unit.token);
       if (!has_bug(Bug::kSkippedReset, op.context.kind) || unit.token != 0) {
-        reset_wire<kSteps, kEncoding != Encoding::kFloat>(staged, role.geometry.row, unit.piece, role.lane);
+        reset_wire<kSteps, kSidesOf<kEncoding, kSteps>>(staged, role.geometry.row, unit.piece, role.lane);
       }
     }
     decode<kEncoding, kSteps>(piece);

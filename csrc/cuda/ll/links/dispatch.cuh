@@ -78,9 +78,9 @@ __device__ __forceinline__ void forward_routing(const DispatchRail& role, const 
 }
 
 // A piece of a row that has come, to all ranks of the own link that have an expert of its token.
-template <int kSteps, bool kHasSide>
+template <int kSteps, int kSides>
 __device__ __forceinline__ void hand_out(const DispatchRail& role, const WarpContext& op, const IncomingRecord& record,
-                                         int link, int token, int index, const Piece<kSteps, kHasSide>& piece) {
+                                         int link, int token, int index, const Piece<kSteps, kSides>& piece) {
   const LlDispatchParams& p = role.p;
   const int first = role.rail.first_of(role.rail.link);
   const int id = role.lane < p.shape.topk ? record.ids[token * p.shape.topk + role.lane] : -1;
@@ -151,10 +151,10 @@ __device__ __forceinline__ void send_own_record(const DispatchRail& role, const 
   send_record(role, op, p.num_tokens * p.shape.topk, id, weight);
 }
 
-template <int kSteps, bool kHasSide>
+template <int kSteps, int kSides>
 __device__ __forceinline__ bool load_from_link(const DispatchRole& role, const WarpContext& op,
                                                const RoutingBitmap& bitmap, const ReceiveUnit& unit,
-                                               Piece<kSteps, kHasSide>& piece) {
+                                               Piece<kSteps, kSides>& piece) {
   const LlRail& rail = *role.rail;
   const int link = rail.link_of(unit.source), tokens = bitmap.tokens(unit.source);
   const int channel = Share::channel_of(rail, tokens, unit.token), first = Share::of(rail, tokens, channel).first;

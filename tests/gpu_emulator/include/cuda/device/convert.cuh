@@ -3,8 +3,12 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
+#include <bit>
+
 #include "base/convert.h"
 #include "layout/common/dtype.h"
+#include "layout/common/small_blocks.h"
 
 namespace ep {
 
@@ -33,6 +37,14 @@ uint32_t max_magnitudes(uint32_t a, uint32_t b) {
 inline uint32_t pack_e4m3(float a, float b, float c, float d) {
   return float_to_e4m3(a) | static_cast<uint32_t>(float_to_e4m3(b)) << 8 |
          static_cast<uint32_t>(float_to_e4m3(c)) << 16 | static_cast<uint32_t>(float_to_e4m3(d)) << 24;
+}
+inline uint32_t max_halves(uint32_t a, uint32_t b) {
+  return std::max(a & 0xFFFFu, b & 0xFFFFu) | std::max(a >> 16, b >> 16) << 16;
+}
+inline uint32_t pack_e2m1(const float (&values)[8]) {
+  uint32_t word = 0;
+  for (int i = 0; i < 8; i++) word |= e2m1_of(std::bit_cast<uint32_t>(values[i])) << (4 * i);
+  return word;
 }
 inline float2 unpack2_e4m3(uint32_t bytes) {
   return {e4m3_to_float(static_cast<uint8_t>(bytes)), e4m3_to_float(static_cast<uint8_t>(bytes >> 8))};
