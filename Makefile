@@ -203,10 +203,13 @@ gin:
 	NCCL_EP_TEST_GIN_NCCL="$$(echo $(NCCL) | sed 's,:,/lib/libnccl.so.2:,g; s,$$,/lib/libnccl.so.2,')" \
 	    python3 -m pytest -m gpu tests/gpu/test_gin.py
 
-wheel: .venv/ready
+# With the extension of build/dev, which is for .venv's torch.
+wheel: extension
 	rm -rf dist
-	python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
+	CMAKE_ARGS=-DNCCL_EP_PREBUILT=$(CURDIR)/build/dev python -m pip wheel --quiet --no-build-isolation --no-deps \
+	    --wheel-dir dist .
 	python tools/check_wheel.py dist/*.whl
+	python tools/try_wheel.py dist/*.whl
 
 wheels: .venv/ready
 	rm -rf dist

@@ -16,7 +16,6 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 import newer_python
@@ -61,26 +60,26 @@ def minor_of(python: str) -> str:
     return run(python, "-c", "import sys; print(*sys.version_info[:2], sep='.')").strip()
 
 
-def torches(pip: Path) -> list[str]:
-    """Minor releases that are supported, of those that PyPI has."""
-    found = re.findall(r"(\d+)\.(\d+)\.\d+", run(pip, "index", "versions", "torch").split("Available versions:")[1])
+def torches(pip: Path, minor: str) -> list[str]:
+    """Minor releases that are supported, of those that PyPI has for that Python."""
+    said = run(pip, "index", "versions", "torch", "--python-version", minor, "--only-binary=:all:")
+    found = re.findall(r"(\d+)\.(\d+)\.\d+", said.split("Available versions:")[1])
     minors = sorted({(int(major), int(minor)) for major, minor in found})
     return [f"{major}.{minor}" for major, minor in minors if (major, minor) >= OLDEST]
 
 
-def has_torch(pip: Path, torch: str, minor: str) -> bool:
-    """Whether PyPI has it for that Python. Fetches only what pip asks the index."""
-    command = [pip, "install", "--dry-run", "--quiet", "--no-deps", "--ignore-installed", "--only-binary=:all:",
-               "--python-version", minor, "--target", WORK / "none", f"torch=={torch}.*"]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode != 0 and "No matching distribution" not in done.stderr:
-        raise RuntimeError(f"pip cannot ask for torch {torch}: {done.stderr}")
-    return done.returncode == 0
-
-
-def matrix(torch: list[str], python: dict[str, str], has: Callable[[str, str], bool]) -> list[tuple[str, str, str]]:
-    """(torch, minor release of Python, interpreter) of each wheel. `python`: from minor release to interpreter."""
-    return [(each, minor, python[minor]) for each in torch for minor in sorted(python, key=_number) if has(each, minor)]
+def matrix(torch: list[str] | None, python: dict[str, str], found: dict[str, list[str]]) -> list[tuple[str, str, str]]:
+    """(torch, minor release of Python, interpreter) of each wheel. torch: those that are wanted; None: all. python:
+    from minor release to interpreter. found: the torches of each."""
+    every = {each for mine in found.values() for each in mine}
+    if torch is not None and not every.issuperset(torch):
+        raise ValueError(f"--torch {' '.join(torch)}: PyPI has {' '.join(sorted(every, key=_number))}")
+    return [
+        (each, minor, python[minor])
+        for each in sorted(torch or every, key=_number)
+        for minor in sorted(python, key=_number)
+        if each in found[minor]
+    ]
 
 
 def _number(version: str) -> tuple[int, ...]:
@@ -171,7 +170,7 @@ def main() -> None:
     tools = make_venv(WORK / "tools", sys.executable, "-r", "requirements/wheels.txt")
     pip = tools / "pip"
     python = {minor_of(each): each for each in reversed(chosen.python or pythons())}
-    wheels = matrix(chosen.torch or torches(pip), python, lambda torch, minor: has_torch(pip, torch, minor))
+    wheels = matrix(chosen.torch, python, {minor: torches(pip, minor) for minor in python})
     for torch, minor, _ in wheels:
         print(f"torch {torch}, Python {minor}")
     if chosen.list:
