@@ -4,7 +4,9 @@
 
 glibc and libstdc++ keep every version of a symbol. What is linked against the newest one does not start on an older
 system. These stubs have of each symbol the newest version that manylinux_2_28 has, so that what is linked against them
-starts from glibc 2.28 on. cmake/glibc_2_28.cc has what glibc 2.28 does not have under its present name.
+starts from glibc 2.28 on. What they lack is taken from this system's archives of the same libraries: what glibc has
+there alone (atexit), and what libstdc++ has had since. cmake/glibc_2_28.cc has what glibc 2.28 does not have under its
+present name.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import sys
 from pathlib import Path
 
 NEWEST = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (7, 0, 0)}  # PEP 600, and gcc 8
-LIBRARIES = ("libc.so.6", "libm.so.6", "libstdc++.so.6")
+LIBRARIES = {"libc.so.6": "libc_nonshared.a", "libm.so.6": "", "libstdc++.so.6": "libstdc++.a"}  # and their archives
 WERE_THEIR_OWN = ("libpthread.so.0", "libdl.so.2", "librt.so.1")  # libraries whose symbols are in libc.so.6 by now
 SYMBOL = re.compile(
     r"^[0-9a-f]+ (?P<kind>.{7}) (?P<section>\S+)\s+(?P<size>[0-9a-f]+)\s+\(?(?P<version>\S+?)\)?\s+(?P<name>\S+)$"
@@ -63,19 +65,25 @@ def write_stub(folder: Path, soname: str, wanted: dict[str, tuple[str, str, int]
     source.write_text("\n".join(lines) + "\n")
     versions = sorted({version for version, _, _ in wanted.values()})
     script.write_text("".join(f"{version} {{}};\n" for version in versions))
-    link = folder / (soname.split(".so")[0] + ".so")
     arguments = [f"-Wl,--version-script={script}"] if versions else []
     subprocess.run(["gcc", "-shared", "-nostdlib", "-x", "assembler", source, f"-Wl,-soname={soname}", *arguments,
-                    "-o", link], check=True)  # fmt: skip
+                    "-o", folder / soname], check=True)  # fmt: skip
+
+
+def find(name: str) -> Path:
+    """Where g++ has a library."""
+    found = subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout
+    return Path(found.strip())
 
 
 def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    for soname in LIBRARIES:
-        path = subprocess.run(["g++", f"-print-file-name={soname}"], capture_output=True, text=True, check=True).stdout
-        write_stub(folder, soname, symbols(Path(path.strip())))
-    for soname in WERE_THEIR_OWN:
-        write_stub(folder, soname, {})
+    folder = folder.resolve()
+    for soname, archive in {**LIBRARIES, **dict.fromkeys(WERE_THEIR_OWN, "")}.items():
+        write_stub(folder, soname, symbols(find(soname)) if soname in LIBRARIES else {})
+        inputs = [folder / soname, *([find(archive)] if archive else [])]
+        script = folder / (soname.split(".so")[0] + ".so")  # what -l finds
+        script.write_text(f"GROUP ( {' '.join(map(str, inputs))} )\n")
 
 
 if __name__ == "__main__":
