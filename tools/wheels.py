@@ -1,6 +1,6 @@
 """Builds wheels, one for each torch and Python: dist/nccl_ep-VERSION+torch211-cp311-cp311-manylinux_2_28_x86_64.whl
 
-    python tools/wheels.py [--torch 2.11 2.15] [--python python3.11 python3.12] [--list]
+    python tools/wheels.py [--torch 2.11 2.15] [--python python3.11 python3.12] [--architectures 90a] [--list]
 
 A wheel has the kernels, those for several NVLink domains too, and wants the minor release of torch it was built for.
 The kernels and what else knows neither torch nor Python are compiled once, for all wheels; the extension for each.
@@ -27,7 +27,7 @@ OLDEST = (2, 11)
 OLDEST_PYTHON = 10  # of Python 3
 NCCL = "2.28.9"  # the oldest that is supported: kernels compiled with its headers run with every newer one
 GIN_NCCL = ("2.30.7", "2.31.2")  # csrc/transport/nccl/gin/releases.h
-ARCHITECTURES = "90a;100a;103a;120a"
+ARCHITECTURES = ("90a", "100a", "103a", "120a")  # of a release
 PLATFORM = "manylinux_2_28_x86_64"
 NOT_INSIDE = ("libc10*", "libtorch*", "libcuda.so*")  # torch's, and the driver
 
@@ -100,11 +100,11 @@ def nccl_headers(pip: Path, version: str) -> Path:
     return next(folder.glob("**/nccl.h")).parent
 
 
-def options_of_all(pip: Path) -> dict[str, str]:
+def options_of_all(pip: Path, architectures: list[str]) -> dict[str, str]:
     """CMake's, for what is shared and for the extensions."""
     return {
         "NCCL_EP_CUDA": "ON",
-        "NCCL_EP_CUDA_ARCHS": ARCHITECTURES,
+        "NCCL_EP_CUDA_ARCHS": ";".join(architectures),
         "NCCL_EP_NCCL_INCLUDE_DIR": str(nccl_headers(pip, NCCL)),
         "NCCL_EP_GLIBC_STUBS": str(WORK / "stubs"),
     }
@@ -165,6 +165,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--torch", nargs="+", help="minor releases; default: all from 2.11 that PyPI has")
     parser.add_argument("--python", nargs="+", help="interpreters; default: one of each of 3.10 to 3.14 that is here")
+    parser.add_argument("--architectures", nargs="+", default=ARCHITECTURES, help="default: those of a release")
     parser.add_argument("--list", action="store_true", help="only print which wheels these are")
     chosen = parser.parse_args()
     tools = make_venv(WORK / "tools", sys.executable, "-r", "requirements/wheels.txt")
@@ -175,14 +176,14 @@ def main() -> None:
         print(f"torch {torch}, Python {minor}")
     if chosen.list:
         return
-    options = options_of_all(pip)
+    options = options_of_all(pip, chosen.architectures)
     build_shared(tools, options)
     for torch, minor, interpreter in wheels:
         folder = WORK / f"torch{torch}-python{minor}"
         bare = make_venv(folder, interpreter, f"torch=={torch}.*")
         wheel = build(bare, torch, tools, options)
         print(run(bare / "python", "tools/check_wheel.py", wheel, "--torch", torch, "--architectures",
-                  *ARCHITECTURES.split(";"), "--gin", *GIN_NCCL), end="")  # fmt: skip
+                  *chosen.architectures, "--gin", *GIN_NCCL), end="")  # fmt: skip
         shutil.rmtree(folder)  # torch and CUDA's packages are 5 GB
 
 
