@@ -15,15 +15,15 @@ from tests.support.processes import run_processes
 # By file: what has another form there, or no meaning on two GPUs, and how many tests are left at least.
 FILES: dict[str, tuple[str, int]] = {
     # A deadline of 0.3 s is for making the group, too: tests/gpu/test_masks.py has ranks that are late.
-    "tests/nvidia/test_group.py": ("late_is_an_error or ranks_of_a_communicator or test_tensors", 20),
-    "tests/nvidia/test_low_latency.py": ("", 30),
-    "tests/nvidia/test_high_throughput.py": ("", 12),
+    "tests/nvidia/test_group.py": ("late_is_an_error or communicator or test_tensors", 16),
+    "tests/nvidia/test_low_latency.py": ("", 26),
+    "tests/nvidia/test_high_throughput.py": ("", 14),
     "tests/nvidia/test_callers.py": ("", 4),
     "tests/nvidia/test_transformer_engine.py": ("takes_the_place", 5),
     # Domains of one GPU are apart without a network: tests/gpu/test_gin.py.
-    "tests/deep_ep/test_hybrid.py": ("domain", 25),
-    "tests/deep_ep/test_elastic.py": ("domains or replays", 20),
-    "tests/api/test_scale.py": ("compiler", 20),
+    "tests/deep_ep/test_hybrid.py": ("domain", 24),
+    "tests/deep_ep/test_elastic.py": ("domains or replays", 33),
+    "tests/api/test_scale.py": ("compiler", 43),
 }
 
 
