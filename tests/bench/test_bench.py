@@ -28,7 +28,7 @@ from bench import (
     table,
     workload,
 )
-from bench.rivals import torch_all_to_all
+from bench.rivals import interface, torch_all_to_all
 from bench.world import Skipped
 from nccl_ep import reference
 from tests import ROOT
@@ -328,7 +328,7 @@ def test_rivals_sort_and_quantise_as_we_do() -> None:
     want = sorted(range(len(lies)), key=lambda n: (lies[n][1], lies[n][0], lies[n][2]))
     assert torch_all_to_all.by_expert(counts, len(lies)).tolist() == want
     x = workload.make_inputs(shape())[0].x
-    quantised, scales = torch_all_to_all.quantize(x)
+    quantised, scales = interface.quantized(x)
     theirs, their_scales = reference.quantize_fp8(x, "fp8")
     differ = quantised.contiguous().view(torch.uint8) != theirs.view(torch.uint8)
     assert differ.float().mean() < 0.01  # a factor's last bit
