@@ -66,6 +66,23 @@ TEST(Plan, CombineRolesAreDisjointForEverySize) {
   EXPECT_EQ(plan_combine({85, 4096, false}, sm_90()).sender_blocks, 60);
 }
 
+TEST(Plan, CombineStreamsOnFewSmsIfTheLargestCallHasPiecesEnough) {
+  for (int num_sms = 1; num_sms <= 160; num_sms++) {
+    for (int max_tokens : {0, 1, 16, 128}) {
+      for (int tokens : {0, 1, 128}) {
+        const LlCombineSizes sizes{.num_tokens = tokens, .hidden = 7168, .max_tokens = max_tokens};
+        const LlPlan plan = plan_combine(sizes, sm_90(num_sms));
+        check_roles(plan, num_sms);
+        EXPECT_EQ(plan.streams, num_sms <= 64 && max_tokens * 28 > 24 * num_sms) << num_sms << " " << max_tokens;
+        if (!plan.streams) continue;
+        EXPECT_EQ(plan.sender_blocks, num_sms) << "block i sends what block i receives";
+        EXPECT_EQ(plan.receiver_block0, 0);
+        EXPECT_LT(plan.receiver_warp0 + plan.receiver_warps, plan.warps) << "the opener does nothing else";
+      }
+    }
+  }
+}
+
 TEST(Plan, IsPrinted) {
   EXPECT_EQ(
       describe(plan_dispatch({128, 14336, false}, sm_90())),
