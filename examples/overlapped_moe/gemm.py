@@ -16,7 +16,7 @@ from nccl_ep.triton import expert_of, first_row_of, rows_of, signal_rows, wait_r
 
 @triton.jit
 def gate_up_kernel(
-    x, x_scales, w, w_scales, h, state, tickets, blocks, blocks_here, timeout_ns, K, N, IS_FP8: tl.constexpr,
+    x, w, h, state, tickets, blocks, blocks_here, timeout_ns, K, N,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """blocks: of the arrivals; blocks_here: of this output.
@@ -53,22 +53,16 @@ def gate_up_kernel(
                     a_tile = tl.load(a_at + k, mask=own[:, None] < rows, other=0.0)
                     gate_tile = tl.load(b_at + k)
                     up_tile = tl.load(up_at + k)
-                    if IS_FP8:
-                        scales = tl.load(x_scales + a_rows * (K // 128) + k // 128, mask=own < rows, other=0.0)
-                        scale_at = w_scales + (expert * 2 * N + column) // 128 * (K // 128) + k // 128
-                        gate += tl.dot(a_tile, gate_tile) * (scales * tl.load(scale_at))[:, None]
-                        up += tl.dot(a_tile, up_tile) * (scales * tl.load(scale_at + N // 128 * (K // 128)))[:, None]
-                    else:
-                        gate = tl.dot(a_tile, gate_tile, gate)
-                        up = tl.dot(a_tile, up_tile, up)
+                    gate = tl.dot(a_tile, gate_tile, gate)
+                    up = tl.dot(a_tile, up_tile, up)
                 made = (gate / (1 + tl.exp(-gate)) * up).to(tl.bfloat16)
                 tl.store(h + a_rows[:, None] * N + columns[None, :], made, mask=own[:, None] < rows)
 
 
 @triton.jit
 def down_kernel(
-    h, w, y, state, tickets, signals, blocks, blocks_here, timeout_ns, K, N, HAS_SIGNALS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    h, w, y, state, tickets, signals, blocks, blocks_here, timeout_ns, K, N, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """y[row] = h[row] @ w.T, of w [L, N, K]; each tile counts up the signal of its block: N // BLOCK_N for all rows."""
     tiles = N // BLOCK_N
@@ -98,52 +92,54 @@ def down_kernel(
                     a_tile = tl.load(a_at + k, mask=own[:, None] < rows, other=0.0)
                     acc = tl.dot(a_tile, tl.load(b_at + k), acc)
                 tl.store(y + a_rows[:, None] * N + columns[None, :], acc.to(tl.bfloat16), mask=own[:, None] < rows)
-                if HAS_SIGNALS:
-                    signal_rows(signals, block)
+                signal_rows(signals, block)
 
 
 class Run:
     """The two GEMMs over the rows of one dispatch.
 
     Args:
-        x: bf16 [N, H], packed in blocks of 128 rows. w13: bf16 [L, 2 * I, H], gate above up. w2: bf16 [L, H, I].
+        x: bf16 [.., H], rows of a dispatch. w13: bf16 [L, 2 * I, H], gate above up. w2: bf16 [L, H, I].
+        blocks: of 128 or 256 rows that x has, as the arrivals count them.
         timeout: seconds that a program waits for a block.
 
     Attributes:
-        h: bf16 [N, I]. y: bf16 [N, H]; rows that do not exist are unspecified.
+        h: bf16 [rows, I]. y: as x; rows that do not exist are unspecified.
+        signals: int32 [blocks] column tiles of y that are written, of each block. tiles: how many there are.
     """
 
-    BLOCK_M = 128
-
     def __init__(
-        self, x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, arrivals: Arrivals, timeout: float
+        self, x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, arrivals: Arrivals, blocks: int, timeout: float
     ) -> None:
-        hidden, inner = x.shape[1], w2.shape[2]
+        hidden, inner = x.shape[-1], w2.shape[2]
         if hidden % 256 != 0 or inner % 128 != 0:
             raise ValueError(f"H is {hidden}, I {inner}: must be multiples of 256 and 128")
-        if arrivals.rows_per_block != self.BLOCK_M:
-            raise ValueError(f"rows_per_block is {arrivals.rows_per_block}, must be {self.BLOCK_M}")
+        self.block_m = arrivals.rows_per_block
+        if self.block_m not in (128, 256):
+            raise ValueError(f"rows_per_block is {self.block_m}, must be 128 or 256")
+        self.width = 256 * 128 // self.block_m  # of a program's tile: of gate and up together, or of y
         self.x, self.w13, self.w2, self.arrivals = x, w13, w2, arrivals
         self.timeout_ns = int(timeout * 1e9)
-        self.blocks_here = x.shape[0] // self.BLOCK_M
-        self.h = x.new_empty(x.shape[0], inner)
+        self.blocks_here = blocks
+        self.h = x.new_empty(x.numel() // hidden, inner)
         self.y = torch.empty_like(x)
-        self.tickets = torch.zeros(2, dtype=torch.int32, device=x.device)
+        self.tickets, self.signals = torch.zeros(2 + blocks, dtype=torch.int32, device=x.device).split([2, blocks])
+        self.tiles = hidden // self.width
         self.num_sms = torch.cuda.get_device_properties(x.device).multi_processor_count
 
     def gate_up(self, programs: int) -> None:
         """On the current stream. May be launched more than once: the launches share the tiles."""
-        state, hidden, inner = self.arrivals.state, self.x.shape[1], self.h.shape[1]
+        state, hidden, inner = self.arrivals.state, self.x.shape[-1], self.h.shape[1]
         gate_up_kernel[(programs,)](
-            self.x, self.x, self.w13, self.w13, self.h, state, self.tickets[:1], self.arrivals.blocks,
-            self.blocks_here, self.timeout_ns, hidden, inner, IS_FP8=False, BLOCK_M=self.BLOCK_M, BLOCK_N=128,
+            self.x, self.w13, self.h, state, self.tickets[:1], self.arrivals.blocks,
+            self.blocks_here, self.timeout_ns, hidden, inner, BLOCK_M=self.block_m, BLOCK_N=self.width // 2,
             BLOCK_K=64, num_warps=8, num_stages=4,
         )  # fmt: skip
 
     def down(self, programs: int) -> None:
-        state, hidden, inner = self.arrivals.state, self.x.shape[1], self.h.shape[1]
+        state, hidden, inner = self.arrivals.state, self.x.shape[-1], self.h.shape[1]
         down_kernel[(programs,)](
-            self.h, self.w2, self.y, state, self.tickets[1:], self.tickets, self.arrivals.blocks, self.blocks_here,
-            self.timeout_ns, inner, hidden, HAS_SIGNALS=False, BLOCK_M=self.BLOCK_M, BLOCK_N=256, BLOCK_K=64,
+            self.h, self.w2, self.y, state, self.tickets[1:], self.signals, self.arrivals.blocks, self.blocks_here,
+            self.timeout_ns, inner, hidden, BLOCK_M=self.block_m, BLOCK_N=self.width, BLOCK_K=64,
             num_warps=8, num_stages=4,
         )  # fmt: skip

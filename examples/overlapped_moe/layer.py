@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 import nccl_ep
-from nccl_ep.arrivals import Arrivals, Block
+from nccl_ep.arrivals import Arrivals
 
 ROWS_PER_BLOCK = 128
 TIMEOUT = 30.0  # seconds that a GEMM waits for a block
@@ -46,11 +47,15 @@ class Experts:
 
 
 class MoeLayer:
-    """Dispatch, experts, combine. Rows are packed: blocks of ROWS_PER_BLOCK rows of one expert.
+    """Dispatch, experts, combine.
+
+    "ht": packed rows; the experts begin while rows come. "ll": expert_major; the combine's send begins besides while
+    the experts still write, block by block.
 
     Args:
-        mode: "ht" or "ll". num_sms: SMs of the dispatch that the GEMM runs beside.
-        rows_per_block: on GPUs that of gemm.py. capacity: rows in all; default: what always fits.
+        num_sms: SMs of the operation that a GEMM runs beside.
+        rows_per_block: on GPUs that of gemm.py. capacity: rows of an expert ("ll") or in all; default: what always
+            fits.
     """
 
     def __init__(
@@ -60,18 +65,24 @@ class MoeLayer:
     ) -> None:  # fmt: skip
         self.buffer, self.experts, self.num_experts, self.mode = buffer, experts, num_experts, mode
         self.num_sms, self.rows_per_block, self.max_tokens = num_sms, rows_per_block, max_tokens
-        local = experts.w13.shape[0]
-        most = buffer.num_ranks * max_tokens * min(topk, local) + local * (rows_per_block - 1)
-        self.capacity = -(-(capacity or most) // rows_per_block) * rows_per_block
-        self.arrivals = Arrivals(buffer, blocks=self.capacity // rows_per_block, rows_per_block=rows_per_block)
+        local, tokens = experts.w13.shape[0], buffer.num_ranks * max_tokens
+        self.layout: nccl_ep.choices.LayoutName = "packed" if mode == "ht" else "expert_major"
+        if mode == "ht":
+            most = capacity or tokens * min(topk, local) + local * (rows_per_block - 1)
+            self.capacity = -(-most // rows_per_block) * rows_per_block
+        else:
+            self.capacity = capacity or tokens
+        self.blocks = Arrivals.blocks_of(self.layout, self.capacity, local, rows_per_block)
+        self.arrivals = Arrivals(buffer, blocks=self.blocks, rows_per_block=rows_per_block)
 
-    def _send(
+    def send(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, num_sms: int
     ) -> nccl_ep.Pending[nccl_ep.DispatchOutput]:
+        """The dispatch, on the buffer's own stream."""
         return nccl_ep.dispatch_send(
-            x, ids, weights, buffer=self.buffer, num_experts=self.num_experts, mode=self.mode, layout="packed",
-            max_tokens=self.max_tokens, capacity=self.capacity, expert_alignment=self.rows_per_block, num_sms=num_sms,
-            arrivals=self.arrivals, async_finish=True,
+            x, ids, weights, buffer=self.buffer, num_experts=self.num_experts, mode=self.mode, layout=self.layout,
+            max_tokens=self.max_tokens, capacity=self.capacity, num_sms=num_sms, arrivals=self.arrivals,
+            expert_alignment=self.rows_per_block if self.layout == "packed" else 1, async_finish=True,
         )  # fmt: skip
 
     def __call__(
@@ -80,45 +91,75 @@ class MoeLayer:
         """x: bf16 [T, H]. ids: int64 [T, K]. weights: float32 [T, K]. Returns [T, H], the same bits either way."""
         if self.buffer.device.type == "cpu":
             return self._on_host(x, ids, weights, overlaps)
-        from examples.overlapped_moe import gemm
+        return self._on_gpu(x, ids, weights, overlaps)
 
-        pending = self._send(x, ids, weights, self.num_sms if overlaps else 0)
+    def combine(
+        self, rows: torch.Tensor, out: nccl_ep.DispatchOutput, weights: torch.Tensor, **signals: Any
+    ) -> torch.Tensor:
+        """signals: as combine_send takes them; low latency alone."""
+        if self.mode == "ht":
+            return nccl_ep.combine(rows, out.handle)
+        return nccl_ep.combine_send(rows, out.handle, weights=weights, **signals).receive()
+
+    def _on_gpu(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, overlaps: bool) -> torch.Tensor:
+        from examples.overlapped_moe.gemm import Run
+
+        pending = self.send(x, ids, weights, self.num_sms if overlaps else 0)
         out = pending.early_output if overlaps else pending.receive()
-        run = gemm.Run(out.x, self.experts.w13, self.experts.w2, self.arrivals, TIMEOUT)
-        if overlaps:
-            comm = self.buffer.get_comm_stream()
-            run.gate_up(run.num_sms - self.num_sms)
-            with torch.cuda.stream(comm):  # behind the dispatch, whose SMs help with what is left
-                run.gate_up(self.num_sms)
-            pending.receive()
-            torch.cuda.current_stream().wait_stream(comm)
-        else:
+        run = Run(out.x, self.experts.w13, self.experts.w2, self.arrivals, self.blocks, TIMEOUT)
+        if not overlaps:
             run.gate_up(run.num_sms)
-        run.down(run.num_sms)
-        return nccl_ep.combine(run.y, out.handle)
+            run.down(run.num_sms)
+            return self.combine(run.y, out, weights)
+        current, comm = torch.cuda.current_stream(), self.buffer.get_comm_stream()
+        ready = current.record_event()
+        run.gate_up(run.num_sms - self.num_sms)
+        comm.wait_event(ready)
+        with torch.cuda.stream(comm):  # behind the dispatch, whose SMs help with what is left
+            run.gate_up(self.num_sms)
+        pending.receive()
+        current.wait_stream(comm)
+        if self.mode == "ht":
+            run.down(run.num_sms)
+            return self.combine(run.y, out, weights)
+        comm.wait_stream(current)
+        with torch.cuda.stream(comm):
+            run.down(run.num_sms - self.num_sms)
+        combined = self.combine(
+            run.y, out, weights, row_signals=run.signals, rows_per_signal=self.rows_per_block,
+            signal_threshold=run.tiles, num_sms=self.num_sms,
+        )  # fmt: skip
+        current.wait_stream(comm)
+        return combined
 
     def _on_host(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, overlaps: bool) -> torch.Tensor:
-        made: dict[int, tuple[Block, torch.Tensor]] = {}
+        pending = self.send(x, ids, weights, 0)
+        out = pending.early_output if overlaps else pending.receive()
+        rows, y = out.x.view(-1, out.x.shape[-1]), torch.zeros_like(out.x)
+        signals = torch.zeros(self.blocks, dtype=torch.int32)
         errors: list[BaseException] = []
 
-        def multiply(out: nccl_ep.DispatchOutput) -> None:
+        def multiply() -> None:
             try:
                 for block in self.arrivals.await_blocks(TIMEOUT):
-                    rows = out.x[block.first : block.first + block.rows]
-                    made[block.number] = block, self.experts.rows(rows, block.expert)
+                    here = slice(block.first, block.first + block.rows)
+                    y.view_as(rows)[here] = self.experts.rows(rows[here], block.expert)
+                    signals[block.number] += 1
             except BaseException as error:
                 errors.append(error)
 
-        pending = self._send(x, ids, weights, 0)
-        out = pending.early_output if overlaps else pending.receive()
-        consumer = threading.Thread(target=multiply, args=(out,))
+        consumer = threading.Thread(target=multiply)
         consumer.start()
         if overlaps:
             pending.receive()
-        consumer.join()
+        if overlaps and self.mode == "ll":
+            combined = self.combine(
+                y, out, weights, row_signals=signals, rows_per_signal=self.rows_per_block, num_sms=1
+            )
+            consumer.join()
+        else:
+            consumer.join()
+            combined = self.combine(y, out, weights)
         if errors:
             raise errors[0]
-        y = torch.zeros_like(out.x)
-        for block, rows in made.values():
-            y[block.first : block.first + block.rows] = rows
-        return nccl_ep.combine(y, out.handle)
+        return combined

@@ -48,7 +48,7 @@ class Point:
         self.args, self.hidden, self.tokens, self.mode = args, hidden, tokens, mode
         rank, ranks = dist.get_rank(), dist.get_world_size()
         self.local = args.experts // ranks
-        rows = tokens * args.topk * 5 // 4 + self.local * 128
+        rows = tokens * args.topk * 5 // 4 + self.local * args.rows_per_block
         self.buffer = nccl_ep.Buffer.for_shapes(
             dist.group.WORLD, max_tokens=tokens, hidden=hidden, topk=args.topk, num_experts=args.experts, mode=mode,
             timeout=20.0, **({"arena_bytes": 3 * rows * hidden * 2} if mode == "ht" else {}),
@@ -59,29 +59,35 @@ class Point:
         self.weights, self.ids = scores.softmax(-1).topk(args.topk)
         self.layer = MoeLayer(
             self.buffer, Experts.random(self.local, hidden, args.inner, "cuda", seed=rank), num_experts=args.experts,
-            max_tokens=tokens, topk=args.topk, mode=mode, num_sms=args.num_sms, capacity=rows,
+            max_tokens=tokens, topk=args.topk, mode=mode, num_sms=args.num_sms,
+            rows_per_block=args.rows_per_block, capacity=rows if mode == "ht" else None,
         )  # fmt: skip
 
     def run(self, overlaps: bool) -> torch.Tensor:
         return self.layer(self.x, self.ids, self.weights, overlaps=overlaps)
 
     def dispatch(self, num_sms: int) -> nccl_ep.DispatchOutput:
-        return self.layer._send(self.x, self.ids, self.weights, num_sms).receive()
+        return self.layer.send(self.x, self.ids, self.weights, num_sms).receive()
 
     def communicate(self) -> None:
         out = self.dispatch(0)
-        nccl_ep.combine(out.x, out.handle)
+        self.layer.combine(out.x, out, self.weights)
 
     def multiply(self, out: nccl_ep.DispatchOutput) -> None:
-        run = Run(out.x, self.layer.experts.w13, self.layer.experts.w2, self.layer.arrivals, TIMEOUT)
+        run = Run(out.x, self.layer.experts.w13, self.layer.experts.w2, self.layer.arrivals, self.layer.blocks, TIMEOUT)
         run.gate_up(run.num_sms)
         run.down(run.num_sms)
 
     def torch_gemms(self, out: nccl_ep.DispatchOutput) -> torch.Tensor:
-        assert out.offsets is not None
-        ends, experts = out.offsets[1:].contiguous(), self.layer.experts
-        gate, up = torch._grouped_mm(out.x, experts.w13.transpose(1, 2), offs=ends).chunk(2, -1)
-        return torch._grouped_mm(torch.nn.functional.silu(gate) * up, experts.w2.transpose(1, 2), offs=ends)
+        """expert_major rows: the same products by a batched GEMM, which multiplies rows that do not exist, too."""
+        experts = self.layer.experts
+        w13, w2 = experts.w13.transpose(1, 2), experts.w2.transpose(1, 2)
+        if out.offsets is None:
+            gate, up = torch.bmm(out.x, w13).chunk(2, -1)
+            return torch.bmm(torch.nn.functional.silu(gate) * up, w2)
+        ends = out.offsets[1:].contiguous()
+        gate, up = torch._grouped_mm(out.x, w13, offs=ends).chunk(2, -1)
+        return torch._grouped_mm(torch.nn.functional.silu(gate) * up, w2, offs=ends)
 
     def measure(self) -> dict[str, Any]:
         repetitions = self.args.repetitions
@@ -89,11 +95,12 @@ class Point:
         replayed = [self.run(True) for _ in range(5)]
         out = self.dispatch(0)
         assert int(out.overflow) == 0
-        by_torch = nccl_ep.combine(self.torch_gemms(out), out.handle)
+        by_torch = self.layer.combine(self.torch_gemms(out), out, self.weights)
         error = ((one_behind - by_torch).float().abs().max() / by_torch.float().abs().max()).item()
         same = all(torch.equal(one_behind, each) for each in [overlapped, *replayed])
         found: dict[str, Any] = {
             "hidden": self.hidden, "tokens": self.tokens, "mode": self.mode, "num_sms": self.args.num_sms,
+            "rows_per_block": self.args.rows_per_block,
             "same_bits": same, "relative_error_to_torch": error, "failed": self.layer.arrivals.has_failed(),
         }  # fmt: skip
         found["overlapped_ms"] = timed(lambda: self.run(True), repetitions)
@@ -116,6 +123,7 @@ def main() -> None:
     parser.add_argument("--inner", type=int, default=2048)
     parser.add_argument("--topk", type=int, default=8)
     parser.add_argument("--experts", type=int, default=256)
+    parser.add_argument("--rows-per-block", type=int, default=128)
     parser.add_argument("--num-sms", type=int, default=16)
     parser.add_argument("--repetitions", type=int, default=10)
     args = parser.parse_args()
