@@ -44,11 +44,15 @@ def timed(call: Callable[[], object], repetitions: int) -> float:
 class Point:
     """One shape: inputs, layer, and what is timed."""
 
-    def __init__(self, args: argparse.Namespace, hidden: int, tokens: int, mode: Any) -> None:
+    def __init__(self, args: argparse.Namespace, text: str) -> None:
+        mode: Any
+        mode, *sizes = text.split(":")
+        hidden, tokens, block, num_sms = map(int, sizes + ["128", "16"][len(sizes) - 2 :])
         self.args, self.hidden, self.tokens, self.mode = args, hidden, tokens, mode
+        self.block, self.num_sms = block, num_sms
         rank, ranks = dist.get_rank(), dist.get_world_size()
         self.local = args.experts // ranks
-        rows = tokens * args.topk * 5 // 4 + self.local * args.rows_per_block
+        rows = tokens * args.topk * 5 // 4 + self.local * block
         self.buffer = nccl_ep.Buffer.for_shapes(
             dist.group.WORLD, max_tokens=tokens, hidden=hidden, topk=args.topk, num_experts=args.experts, mode=mode,
             timeout=20.0, **({"arena_bytes": 3 * rows * hidden * 2} if mode == "ht" else {}),
@@ -59,8 +63,8 @@ class Point:
         self.weights, self.ids = scores.softmax(-1).topk(args.topk)
         self.layer = MoeLayer(
             self.buffer, Experts.random(self.local, hidden, args.inner, "cuda", seed=rank), num_experts=args.experts,
-            max_tokens=tokens, topk=args.topk, mode=mode, num_sms=args.num_sms,
-            rows_per_block=args.rows_per_block, capacity=rows if mode == "ht" else None,
+            max_tokens=tokens, topk=args.topk, mode=mode, num_sms=num_sms,
+            rows_per_block=block, capacity=rows if mode == "ht" else None,
         )  # fmt: skip
 
     def run(self, overlaps: bool) -> torch.Tensor:
@@ -99,15 +103,15 @@ class Point:
         error = ((one_behind - by_torch).float().abs().max() / by_torch.float().abs().max()).item()
         same = all(torch.equal(one_behind, each) for each in [overlapped, *replayed])
         found: dict[str, Any] = {
-            "hidden": self.hidden, "tokens": self.tokens, "mode": self.mode, "num_sms": self.args.num_sms,
-            "rows_per_block": self.args.rows_per_block,
+            "hidden": self.hidden, "tokens": self.tokens, "mode": self.mode, "num_sms": self.num_sms,
+            "rows_per_block": self.block,
             "same_bits": same, "relative_error_to_torch": error, "failed": self.layer.arrivals.has_failed(),
         }  # fmt: skip
         found["overlapped_ms"] = timed(lambda: self.run(True), repetitions)
         found["one_behind_ms"] = timed(lambda: self.run(False), repetitions)
         found["communication_ms"] = timed(self.communicate, repetitions)
         found["dispatch_ms"] = timed(lambda: self.dispatch(0), repetitions)
-        found["dispatch_on_few_sms_ms"] = timed(lambda: self.dispatch(self.args.num_sms), repetitions)
+        found["dispatch_on_few_sms_ms"] = timed(lambda: self.dispatch(self.num_sms), repetitions)
         out = self.dispatch(0)
         found["gemms_ms"] = timed(lambda: self.multiply(out), repetitions)
         found["torch_gemms_ms"] = timed(lambda: self.torch_gemms(out), repetitions)
@@ -119,20 +123,20 @@ class Point:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", default="layer.json")
-    parser.add_argument("--points", default="ht:4096:4096,ht:7168:4096,ht:7168:8192,ll:7168:128")
+    parser.add_argument(
+        "--points", default="ht:4096:4096,ht:7168:4096,ht:7168:8192,ll:7168:128",
+        help="mode:H:tokens of a rank, then rows of a block (128) and SMs of a dispatch beside a GEMM (16)",
+    )  # fmt: skip
     parser.add_argument("--inner", type=int, default=2048)
     parser.add_argument("--topk", type=int, default=8)
     parser.add_argument("--experts", type=int, default=256)
-    parser.add_argument("--rows-per-block", type=int, default=128)
-    parser.add_argument("--num-sms", type=int, default=16)
     parser.add_argument("--repetitions", type=int, default=10)
     args = parser.parse_args()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
     results, right = [], True
     for text in args.points.split(","):
-        mode, hidden, tokens = text.split(":")
-        point = Point(args, int(hidden), int(tokens), mode)
+        point = Point(args, text)
         found = point.measure()
         right = right and found["same_bits"] and found["relative_error_to_torch"] < 0.02 and not found["failed"]
         results.append(found)
