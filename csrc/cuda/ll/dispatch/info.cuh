@@ -158,6 +158,7 @@ __device__ __forceinline__ void store_info(const LlDispatchParams& p, const OpCo
     if (p.recv_stats != nullptr) p.recv_stats[bin] += kept;
     if (has_expert_rows(kLayout) && p.layout_range != nullptr) store_ranges(p, bitmap, bin, has_failed);
   }
+  __syncwarp();  // plan_expert() leaves the lanes diverged
   dropped = __reduce_add_sync(~0u, dropped);
   total = __reduce_add_sync(~0u, total);
   if (lane != 0) return;
