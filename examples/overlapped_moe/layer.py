@@ -50,7 +50,7 @@ class MoeLayer:
     """Dispatch, experts, combine.
 
     "ht": packed rows; the experts begin while rows come. "ll": expert_major; the combine's send begins besides while
-    the experts still write, block by block.
+    the experts still write, block by block; its buffer is made with ``late_weights``.
 
     Args:
         num_sms: SMs of the operation that a GEMM runs beside.

@@ -55,7 +55,7 @@ class Point:
         rows = tokens * args.topk * 5 // 4 + self.local * block
         self.buffer = nccl_ep.Buffer.for_shapes(
             dist.group.WORLD, max_tokens=tokens, hidden=hidden, topk=args.topk, num_experts=args.experts, mode=mode,
-            timeout=20.0, **({"arena_bytes": 3 * rows * hidden * 2} if mode == "ht" else {}),
+            timeout=20.0, late_weights=mode == "ll", **({"arena_bytes": 3 * rows * hidden * 2} if mode == "ht" else {}),
         )  # fmt: skip
         draw = torch.Generator("cuda").manual_seed(100 + rank)
         self.x = torch.randn(tokens, hidden, generator=draw, device="cuda", dtype=torch.bfloat16)

@@ -20,7 +20,14 @@ def test_experts_begin_while_rows_come(mode: nccl_ep.choices.Mode) -> None:
         first = group.rank() * local
         own = Experts(experts.w13[first : first + local], experts.w2[first : first + local])
         with nccl_ep.Buffer.for_shapes(
-            group, max_tokens=tokens, hidden=hidden, topk=topk, num_experts=ranks * local, mode=mode, device="cpu"
+            group,
+            max_tokens=tokens,
+            hidden=hidden,
+            topk=topk,
+            num_experts=ranks * local,
+            mode=mode,
+            device="cpu",
+            late_weights=mode == "ll",
         ) as buffer:
             layer = MoeLayer(
                 buffer, own, num_experts=ranks * local, max_tokens=tokens, topk=topk, mode=mode, rows_per_block=8
