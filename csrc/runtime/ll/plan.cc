@@ -13,7 +13,7 @@ constexpr int kFewPieces = 48 * 28;  // of combine, 256 numbers each
 constexpr int kFewBlocks = 48;       // below, what counts is how much a sending block has under way
 // A warp of a combine has the loads of one piece under way at a time. Where it has this many pieces and more, and SMs
 // are few, rings of loads take less time than waits.
-constexpr int kMostStreamSms = 64, kStreamPieces = 24;
+constexpr int kMostStreamSms = 48, kStreamPieces = 32;
 constexpr int kSliceBytes = 32 * kStepBytes;  // of a row channel of a link: what keeps the warps of a block busy
 
 // Blocks that only send, the lowest ones: a quarter fills the links, the rest have the copying to do.

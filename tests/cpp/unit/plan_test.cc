@@ -73,7 +73,7 @@ TEST(Plan, CombineStreamsOnFewSmsIfTheLargestCallHasPiecesEnough) {
         const LlCombineSizes sizes{.num_tokens = tokens, .hidden = 7168, .max_tokens = max_tokens};
         const LlPlan plan = plan_combine(sizes, sm_90(num_sms));
         check_roles(plan, num_sms);
-        EXPECT_EQ(plan.streams, num_sms <= 64 && max_tokens * 28 > 24 * num_sms) << num_sms << " " << max_tokens;
+        EXPECT_EQ(plan.streams, num_sms <= 48 && max_tokens * 28 > 32 * num_sms) << num_sms << " " << max_tokens;
         if (!plan.streams) continue;
         EXPECT_EQ(plan.sender_blocks, num_sms) << "block i sends what block i receives";
         EXPECT_EQ(plan.receiver_block0, 0);
