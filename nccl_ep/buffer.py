@@ -123,7 +123,7 @@ class Buffer:
         self.on_overflow = on_overflow
         room = _room or Room(ll_sizes_for_bytes(self.num_ranks), made_with=_NO_SIZES)
         self.max_tokens, self.ll_max_tokens = room.max_tokens, room.ll_max_tokens
-        self.device = _choose_device(device)
+        self.device = choose_device(device)
         self.name = name or f"buffer{next(_numbers)}.rank{self.rank}"
         self._companion: Companion | None = None
         self._rendezvous, self._timeout = rendezvous, timeout
@@ -195,7 +195,7 @@ class Buffer:
             ranks, options.get("domain_size") or ranks, max_tokens=max_tokens, hidden=hidden, topk=topk,
             num_experts=num_experts, dtype=dtype, wire_dtype=wire_dtype, scale_bytes=scale_bytes, mode=mode,
             arena_bytes=arena_bytes, late_weights=late_weights,
-            device_type=_choose_device(options.get("device")).type,
+            device_type=choose_device(options.get("device")).type,
         )  # fmt: skip
         if made_with:  # another API's, whose sizes do not say how many experts a call has
             room = room._replace(made_with=made_with, max_experts=0)
@@ -439,7 +439,8 @@ def _new_seq(window: _C.Group, num_ranks: int, device: torch.device) -> torch.Te
     return seq
 
 
-def _choose_device(device: str | torch.device | None) -> torch.device:
+def choose_device(device: str | torch.device | None) -> torch.device:
+    """Of a buffer that is made with ``device``."""
     if device is None:
         device = "cuda" if _C.has_cuda() and torch.cuda.is_available() else "cpu"
     try:

@@ -114,7 +114,7 @@ def room_for_shapes(
             ll = ll._replace(unweighted=0)
     if mode != "ll":
         if arena_bytes is None:
-            arena_bytes = max(2 * num_ranks * max_tokens * row_bytes, _MIN_ARENA_BYTES[device_type])
+            arena_bytes = default_arena_bytes(num_ranks, max_tokens, row_bytes, device_type)
         require_integers(arena_bytes=arena_bytes)
         if arena_bytes < 0:
             raise ValueError(f"arena_bytes is {arena_bytes}, must not be negative")
@@ -126,6 +126,11 @@ def room_for_shapes(
         late_weights=late_weights,
     )  # fmt: skip
     return Room(ll, ht, max_tokens, ll_tokens if mode == "auto" else None, num_experts, made_with)
+
+
+def default_arena_bytes(num_ranks: int, max_tokens: int, row_bytes: int, device_type: str) -> int:
+    """Two outputs of the largest size, or what an allocator needs to begin with."""
+    return max(2 * num_ranks * max_tokens * row_bytes, _MIN_ARENA_BYTES[device_type])
 
 
 def sizes_told(**sizes: object) -> str:

@@ -11,6 +11,8 @@ import torch
 
 import nccl_ep
 from nccl_ep.deep_ep import ElasticBuffer, EPBuffer, EPHandle, EventHandle, EventOverlap
+from nccl_ep.deep_ep.v2.arguments import Shapes
+from nccl_ep.room import room_for_shapes
 from nccl_ep.testing import run_ranks
 from tests.deep_ep.elastic_ranks import replay_new_routing
 from tests.support.ranks import DEVICE
@@ -267,8 +269,10 @@ def test_bytes_alone_are_for_high_throughput() -> None:
     run_ranks(2, body)
 
 
-def test_the_hint_is_what_a_buffer_takes() -> None:
+def test_the_hint_is_what_a_buffer_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(2)
+    if DEVICE == "cpu":  # where there is a GPU, the hint is for buffers there
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
     def body(buffer: ElasticBuffer, rank: int) -> None:
         hint = ElasticBuffer.get_buffer_size_hint(buffer.group, MOST, HIDDEN, num_topk=TOPK, use_fp8_dispatch=True)
@@ -294,6 +298,15 @@ def test_the_hint_is_what_a_buffer_takes() -> None:
     world.on(body)
     asked = hint_of(OfTwo()) + (8 << 20)
     assert all(each >= 8 << 20 for each in world.on(grown, num_bytes=asked))
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+@pytest.mark.parametrize("tokens", [1, 4096])
+def test_the_hint_has_the_arena_of_a_buffer(device_type: str, tokens: int) -> None:
+    shapes = Shapes(2, tokens, 7168, TOPK, True, device_type)
+    arguments = {"dtype": HALF, "arena_bytes": None, "late_weights": False, **shapes.arguments(0)}
+    room = room_for_shapes(2, 2, device_type=device_type, **arguments)
+    assert room.ht is not None and room.ht.arena_bytes == shapes.arena_bytes < shapes.num_bytes()
 
 
 def test_partial_sums_are_not_rounded_without_multiple_reduction() -> None:

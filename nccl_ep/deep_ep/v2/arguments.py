@@ -10,7 +10,7 @@ from ... import _C
 from ...checks import MAX_TOPK, require_tensors, row_bytes_of
 from ...handle import DispatchOutput
 from ...modes import auto_ll_tokens
-from ...room import HtSizes
+from ...room import HtSizes, default_arena_bytes
 from .handle import EPHandle
 
 _EXPERTS = 1024  # for which a buffer has room: its constructor is not told their number
@@ -41,14 +41,17 @@ class Received:
 class Shapes:
     """What ``nccl_ep.Buffer.for_shapes`` is asked for, and the bytes that it takes."""
 
-    def __init__(self, ranks: int, max_tokens: int, hidden: int, topk: int, rounds_twice: bool) -> None:
+    def __init__(
+        self, ranks: int, max_tokens: int, hidden: int, topk: int, rounds_twice: bool, device_type: str
+    ) -> None:  # fmt: skip
         self.ranks, self.max_tokens, self.hidden = ranks, max_tokens, hidden
         self.topk = topk or MAX_TOPK
         self.experts = -(-_EXPERTS // ranks) * ranks
         self.wire_dtype = torch.bfloat16 if rounds_twice else torch.float32
         self.row_bytes = row_bytes_of(hidden, torch.bfloat16)
         self.scale_bytes = (hidden + 31) // 32 * 4
-        self.arena_bytes = 2 * ranks * max_tokens * (self.row_bytes + (self.scale_bytes + 15) // 16 * 16)
+        sent = self.row_bytes + (self.scale_bytes + 15) // 16 * 16
+        self.arena_bytes = default_arena_bytes(ranks, max_tokens, sent, device_type)
 
     def arguments(self, spare_bytes: int) -> dict[str, Any]:
         return {

@@ -13,6 +13,7 @@ import torch
 
 from ...bootstrap import process_group_of, rendezvous_of
 from ...buffer import Buffer as Core
+from ...buffer import choose_device
 from ...checks import (
     MAX_TOPK,
     biases_of,
@@ -122,7 +123,10 @@ class ElasticBuffer:
         ranks = rendezvous.size()
         options = {"timeout": float(num_gpu_timeout_secs), **options}
         if num_max_tokens_per_rank > 0 and hidden > 0:
-            shapes = Shapes(ranks, num_max_tokens_per_rank, hidden, num_topk, allow_multiple_reduction)
+            device_type = choose_device(options.get("device")).type
+            shapes = Shapes(
+                ranks, num_max_tokens_per_rank, hidden, num_topk, allow_multiple_reduction, device_type
+            )  # fmt: skip
             self.num_bytes = shapes.num_bytes() if num_bytes is None else num_bytes
             spare = max(self.num_bytes - shapes.num_bytes(), 0)
             made_with = sizes_told(
@@ -167,7 +171,8 @@ class ElasticBuffer:
         allow_hybrid_mode: bool = True,
         allow_multiple_reduction: bool = True,
     ) -> int:
-        """Bytes of the window of a buffer with these arguments, rounded up to 2 MiB. Not collective here.
+        """Bytes of the window of a buffer with these arguments on the default device, rounded up to 2 MiB. Not
+        collective here.
 
         Raises: ValueError for sizes that no buffer has.
 
@@ -180,7 +185,10 @@ class ElasticBuffer:
             allow_multiple_reduction=allow_multiple_reduction,
         )  # fmt: skip
         ranks = rendezvous_of(group).size()
-        return Shapes(ranks, num_max_tokens_per_rank, hidden, num_topk, allow_multiple_reduction).num_bytes()
+        device_type = choose_device(None).type
+        return Shapes(
+            ranks, num_max_tokens_per_rank, hidden, num_topk, allow_multiple_reduction, device_type
+        ).num_bytes()  # fmt: skip
 
     # ---- Tuning and state
 
