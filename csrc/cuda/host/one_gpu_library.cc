@@ -39,6 +39,7 @@ const OneGpuTable& library() {
 [[maybe_unused]] const bool has_readers =
     add_stamps_reader("ll_dispatch", [] { return library().take_stamps("ll_dispatch"); }) &&
     add_stamps_reader("ll_combine", [] { return library().take_stamps("ll_combine"); }) &&
+    add_stamps_reader("ll_streamed_combine", [] { return library().take_stamps("ll_streamed_combine"); }) &&
     add_stamps_reader("ht_route", [] { return library().take_stamps("ht_route"); }) &&
     add_stamps_reader("ht_dispatch", [] { return library().take_stamps("ht_dispatch"); }) &&
     add_stamps_reader("ht_combine", [] { return library().take_stamps("ht_combine"); });
