@@ -193,7 +193,8 @@ class HybridEPBuffer:
             scaling_factor: [T, S], travels along with the rows.
             num_permuted_tokens: with ``non_blocking`` the rows of the results; more are dropped. With a handle the rows
                 of the results, too, zeros past those of the handle; fewer only where these are no tokens' (a handle
-                of a ``non_blocking`` call). Otherwise the number is known.
+                of a ``non_blocking`` call). A tensor on a GPU is not read, and the rows are the handle's. Otherwise the
+                number is known.
             pad_multiple: the experts' rows begin at multiples of it, and padding is zeroed.
             handle: of an earlier call, whose routes the rows take again.
             non_blocking: the host does not wait, and a CUDA graph may hold the call.
