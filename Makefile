@@ -38,8 +38,9 @@ cxx_files = $(shell find csrc tests -name '*.h' -o -name '*.cc' -o -name '*.cu' 
 demo: extension
 	python examples/ll_moe_layer.py
 
-# Tests wait more than they compute, so files of tests run beside one another.
-quick_tests := -m pytest -m "not slow" -n $(JOBS) --dist loadfile --no-loadscope-reorder
+# Tests wait more than they compute, so files of tests run beside one another, more of them than there are cores.
+TEST_JOBS ?= $(shell echo $$((2 * $(JOBS) < 16 ? 2 * $(JOBS) : $(JOBS))))
+quick_tests := -m pytest -m "not slow" -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 
 test: build
 	$(ctest) build/dev
