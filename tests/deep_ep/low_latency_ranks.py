@@ -48,7 +48,10 @@ def small_case(num_ranks: int = 2, **changes: Any) -> DeepEpCase:
 
 
 def one_rank(**options: Any) -> deep_ep.Buffer:
-    sizes = {"max_tokens": 4, "hidden": 64, "topk": 2, "num_experts": 2, "device": "cpu", "timeout": 60.0}
+    sizes = {
+        "max_tokens": 4, "hidden": 64, "topk": 2, "num_experts": 2, "device": "cpu", "timeout": 60.0,
+        "late_weights": True,
+    }  # fmt: skip
     return deep_ep.Buffer.of(nccl_ep.Buffer.for_shapes(None, **{**sizes, **options}))
 
 

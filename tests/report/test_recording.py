@@ -75,7 +75,7 @@ def test_a_file_has_what_each_operation_was(tmp_path: Path) -> None:
 def test_split_calls_exact_sizes_and_cached_dispatches_count_once(tmp_path: Path) -> None:
     def body(group: ThreadGroup) -> None:
         x, ids = torch.ones(TOKENS, HIDDEN).bfloat16(), programs.ids_of(group.rank(), 0)
-        with nccl_ep.Buffer.for_shapes(group, mode="auto", **SIZES) as buffer:
+        with nccl_ep.Buffer.for_shapes(group, mode="auto", late_weights=True, **SIZES) as buffer:
             out = nccl_ep.dispatch_send(x, ids, buffer=buffer, num_experts=EXPERTS).receive()
             weights = torch.ones(TOKENS, programs.TOPK)
             nccl_ep.combine_send(out.x, out.handle, weights=weights).receive()

@@ -63,7 +63,8 @@ class Shapes:
         row = self.row_bytes + (self.scale_bytes + 15) // 16 * 16
         home = self.hidden * self.wire_dtype.itemsize
         ll_tokens = auto_ll_tokens(self.max_tokens, self.row_bytes, self.topk, self.ranks)
-        ll = _C.window_for(self.ranks, _C.sizes_for(self.ranks, self.experts, self.topk, ll_tokens, row, home))
+        bank = _C.sizes_for(self.ranks, self.experts, self.topk, ll_tokens, row, home)
+        ll = _C.window_for(self.ranks, (*bank[:3], 0))  # without late_weights
         ht = HtSizes(
             *_C.ht_sizes_for(
                 self.ranks, self.ranks, self.experts, self.topk, self.max_tokens, row, home, self.arena_bytes
