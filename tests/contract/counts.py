@@ -13,7 +13,7 @@ from nccl_ep import reference
 from tests.contract.bits import MODES
 from tests.contract.world import Rank, World
 from tests.support.expected import Expected, run_case
-from tests.support.harness import synchronize
+from tests.support.harness import on_host, synchronize
 
 COUNTERS = {"ll": ("dispatches", "combines"), "ht": ("ht_dispatches", "ht_combines")}
 
@@ -41,6 +41,10 @@ class Counts:
     @pytest.mark.parametrize("mode", [*MODES, "exact"])
     def test_ids_out_of_range_raise_by_default(self, mode: str) -> None:
         self.world.run(raises_ids_once, mode)
+
+    @pytest.mark.parametrize("mode", [*MODES, "exact"])
+    def test_a_combine_that_raises_ids_can_be_called_again(self, mode: str) -> None:
+        self.world.run(combines_after_wrong_ids, mode)
 
     @pytest.mark.parametrize("mode", MODES)
     def test_overflow_raises_where_asked(self, mode: str) -> None:
@@ -168,6 +172,32 @@ def raises_ids_once(rank: Rank, mode: str) -> None:
         case.check_dispatch(case.send(buffer, mode=how["mode"]), rank.number)
         run_case(case, buffer, mode=how["mode"])
         assert buffer.stats()["invalid_ids"] == 0
+        buffer.check()
+
+
+def combines_after_wrong_ids(rank: Rank, mode: str) -> None:
+    """The sums are those without the choices that were none. Ranks on CPUs refuse the dispatch."""
+    case = rank.case()
+    how: dict[str, Any] = {"mode": "ht", "capacity": "exact"} if mode == "exact" else {"mode": mode}
+    is_bad = rank.number == rank.size - 1
+    with rank.buffer(case.case, on_invalid_ids="raise") as buffer:
+        if buffer.stats()["backend"] == "cpu":
+            return
+        none, wrong = (
+            _good_and_bad(case, {(3, 1): no_expert, (1, 0): -1} if is_bad else {}, buffer)
+            for no_expert in (-1, 2 * rank.size)
+        )
+        out = case.send(buffer, none, **how)
+        expected = on_host(nccl_ep.combine(out.x, out.handle))
+        for _ in range(2):
+            out = case.send(buffer, wrong, **how)
+            synchronize(buffer.device)
+            if is_bad:
+                with pytest.raises(ValueError, match=r"^1 expert ids .* at token 3, k 1;"):
+                    nccl_ep.combine(out.x, out.handle)
+            combined = on_host(nccl_ep.combine(out.x, out.handle))
+            assert not reference.first_difference(combined, expected)
+        run_case(case, buffer, mode=how["mode"])
         buffer.check()
 
 
