@@ -9,8 +9,8 @@ _TILE_ROWS, _TILE_SCALES = 128, 4
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
-def _codes(x: torch.Tensor) -> torch.Tensor:
-    """The numbers of packed e2m1, twice as many as bytes; element 2i is in the low bits of byte i."""
+def e2m1_numbers(x: torch.Tensor) -> torch.Tensor:
+    """float32 [.., H] of packed e2m1 [.., H/2]; element 2i is in the low bits of byte i."""
     packed = x.view(torch.uint8)
     codes = torch.stack([packed & 15, packed >> 4], -1).flatten(-2).int()
     return torch.tensor(_E2M1 + tuple(-each for each in _E2M1), device=x.device)[codes]
@@ -27,7 +27,7 @@ def plain_scales(scales: torch.Tensor, rows: int, count: int) -> torch.Tensor:
 
 def dequantized_rows(x: torch.Tensor, scales: torch.Tensor, tensor_scale: torch.Tensor | None) -> torch.Tensor:
     """float32 [.., H] of rows and scales of any ``quant``."""
-    numbers = _codes(x) if x.dtype == torch.float4_e2m1fn_x2 else x.float()
+    numbers = e2m1_numbers(x) if x.dtype == torch.float4_e2m1fn_x2 else x.float()
     hidden = numbers.shape[-1]
     if scales.dtype in (torch.float8_e8m0fnu, torch.float8_e4m3fn):
         block = 32 if scales.dtype == torch.float8_e8m0fnu else 16

@@ -20,6 +20,7 @@ from nccl_ep.testing import ThreadGroup, run_ranks
 from tests.support.expected import Expected, plain_case
 from tests.support.harness import make_buffer
 from tests.support.op_checks import (
+    EAGER_OPS,
     EXACT_OPS,
     HT_OPS,
     LOCAL_OPS,
@@ -39,6 +40,7 @@ DEEPEP_OPS = [
     "ll_dispatch_deepep", "ll_dispatch_deepep_send", "ll_dispatch_deepep_recv", "ll_combine_deepep",
     "ll_combine_deepep_send", "ll_combine_deepep_recv",
 ]  # fmt: skip
+DEEPEP_QUANTS = [None, "fp8", "fp8_rounded", "fp8_ue8m0"]
 SPLIT = [name for name in OPS if name.endswith(("_send", "_recv"))]
 WRITE = {"ll_dispatch_out": {"handle"}, "ll_dispatch_recv": {"handle"}, "ht_dispatch_routed": {"info", "route"}}
 ops = torch.ops.nccl_ep
@@ -112,7 +114,7 @@ def _check(name: str, calls: Calls, util: str) -> None:
 
 def test_these_are_all_the_ops() -> None:
     names = {name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("nccl_ep::")}
-    assert names == {*OPS, *DEEPEP_OPS, *HT_OPS, *EXACT_OPS, *LOCAL_OPS}
+    assert names == {*OPS, *DEEPEP_OPS, *HT_OPS, *EXACT_OPS, *LOCAL_OPS, *EAGER_OPS}
 
 
 @pytest.mark.parametrize("name", OPS + DEEPEP_OPS + HT_OPS + EXACT_OPS)
@@ -213,12 +215,12 @@ def _deepep_calls(buffer: nccl_ep.Buffer, quant: str | None, scales: Any = None)
     }
 
 
-@pytest.mark.parametrize(("quant", "width"), [*((quant, 0) for quant in QUANTS), (None, 3)])
+@pytest.mark.parametrize(("quant", "width"), [*((quant, 0) for quant in DEEPEP_QUANTS), (None, 3)])
 def test_opcheck_passes_for_the_ops_of_deepeps_convention(quant: str | None, width: int) -> None:
     """opcheck runs an op more than once and copies its arguments: not for split calls, nor for combine, whose
     src_info has the handle behind it. width: of the caller's scales."""
     with nccl_ep.Buffer.for_shapes(
-        None, max_tokens=6, hidden=640, topk=3, num_experts=4, device="cpu", timeout=60.0
+        None, max_tokens=6, hidden=640, topk=3, num_experts=4, device="cpu", timeout=60.0, late_weights=True
     ) as buffer:
         scales = torch.arange(6 * width, dtype=torch.int32).view(6, width) if width else None
         calls = _deepep_calls(buffer, quant, scales)
@@ -234,6 +236,20 @@ def test_opcheck_passes_for_the_ops_of_deepeps_convention(quant: str | None, wid
             with FakeTensorMode() as mode:
                 assert getattr(ops, recv).default(*(as_fake(mode, each) for each in received)) is None
             getattr(ops, recv).default(*received)
+
+
+@pytest.mark.parametrize("quant", [-1, *(int(value) for name, value in QUANTS.items() if name not in DEEPEP_QUANTS)])
+def test_what_deepeps_convention_does_not_quantise_is_refused(quant: int) -> None:
+    with nccl_ep.Buffer.for_shapes(None, max_tokens=6, hidden=640, topk=3, num_experts=4, device="cpu") as buffer:
+        x, ids = torch.randn(6, 640).bfloat16(), torch.zeros(6, 3, dtype=torch.int64)
+        numbers = (4, 6, quant, None, None, 0)
+        sent: tuple[Any, ...] = (x, None, ids, *numbers)
+        made = ops.ll_dispatch_deepep.default(buffer._seq, x, None, ids, *numbers[:2], 0, *numbers[3:])
+        received: tuple[Any, ...] = (*made, torch.bfloat16, 6, 3, True, *numbers)
+        for part, args in {"": sent, "_send": sent, "_recv": received}.items():
+            with pytest.raises(ValueError, match=rf"quant is {quant}, must be from 0 to 3: DeepEP's scales"):
+                getattr(ops, f"ll_dispatch_deepep{part}").default(buffer._seq, *args)
+        assert buffer.stats()["dispatches"] == 1
 
 
 @pytest.mark.parametrize("quant", QUANTS)

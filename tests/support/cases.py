@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from nccl_ep import reference
+from nccl_ep.block_scales import e2m1_numbers
 from nccl_ep.reference import DispatchResult, RankInput
 from tests.support.contents import EXPONENTS, FLOATS, FP4, content_of, tensor_of, with_strides
 
@@ -147,12 +148,14 @@ class Case:
         spread = np.float32(10.0) ** rng.integers(-2, 3, shape).astype(np.float32)
         made = tensor_of(rng.standard_normal(shape, dtype=np.float32) * spread)
         if self.dtype in FLOATS:
-            given = rows.detach().cpu().reshape(shape).to(torch.float32)
+            given = rows.detach().cpu()
+            is_packed = given.dtype == torch.float4_e2m1fn_x2
+            given = (e2m1_numbers(given) if is_packed else given.to(torch.float32)).reshape(shape)
             if not self.keep_nan:
                 given = torch.nan_to_num(given, nan=1.0, posinf=3.0, neginf=-3.0).clamp(-1e4, 1e4)
             made = given * tensor_of(rng.standard_normal(shape, dtype=np.float32)) + made
         made[~result.valid] = float("nan")
-        return made.to(self.rows_dtype).view(rows.shape).to(rows.device)
+        return made.to(self.rows_dtype).view(*rows.shape[:-1], self.hidden).to(rows.device)
 
     def scalars(self, result: DispatchResult, rank: int) -> Tensor:
         """Values for combine_weights at `rank`, shaped like result.weights; NaN where no row is."""

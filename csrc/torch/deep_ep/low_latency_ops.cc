@@ -18,6 +18,9 @@ using at::Tensor;
 
 const OptionalTensor kNoWeights;
 DispatchConfig config_of(int64_t num_experts, int64_t max_tokens, int64_t topk, int64_t quant, int64_t num_sms) {
+  constexpr int64_t kLast = static_cast<int64_t>(Quant::kFp8Ue8m0);
+  EP_CHECK(quant >= 0 && quant <= kLast, "quant is ", quant, ", must be from 0 to ", kLast,
+           ": DeepEP's scales by columns are those of FP8");
   return {{.num_experts = num_experts, .topk = topk, .max_tokens = max_tokens},
           {.quant = static_cast<Quant>(quant), .num_sms = to_int(num_sms, "num_sms")}};
 }
