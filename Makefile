@@ -99,13 +99,12 @@ c: build/dev/build.ninja
 	$(call build_in,dev,ncclep)
 
 # Everything that stands on CUDA, for a machine that has nvcc and need not have a GPU; the extension stays in there.
-# ARCHS: of kernels, as NCCL_EP_CUDA_ARCHS. Their machine code is held against what is meant.
+# ARCHS: of kernels, as NCCL_EP_CUDA_ARCHS. tools/check_kernels.py holds their machine code against what is meant.
 kernels: .venv/ready
 	cmake -S . -B build/$@ -G Ninja -DNCCL_EP_CUDA=ON -DNCCL_EP_IN_PLACE=OFF "-DNCCL_EP_CUDA_ARCHS=$(ARCHS)" \
 	    -DPython_EXECUTABLE=$(CURDIR)/.venv/bin/python $(CMAKE_FLAGS)
 	$(call build_in,$@,_C ncclep cuda_tests)
 	$(ctest) build/$@ -R 'Arena|exports'
-	python tools/check_kernels.py build/$@/libep_cuda.a
 
 # The C++ tests in build/$(1) under the sanitizer $(2).
 define build_sanitized

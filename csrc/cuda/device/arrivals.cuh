@@ -38,10 +38,12 @@ __device__ __forceinline__ void count_arrived(const Arrivals& arrivals, const Ou
   announce_block(arrivals, output, block, false);
 }
 
-// A warp has stored one unit of each lane's row; row < 0: of none.
-__device__ __forceinline__ void count_rows_arrived(const Arrivals& arrivals, const OutputShape& output, int32_t row) {
+// A warp has stored one unit of each lane's row; row < 0: of none. Not inline, so that loops that move rows keep their
+// registers.
+template <class Params>
+__device__ __noinline__ void count_rows_arrived(const Params& p, int32_t row) {
   __syncwarp();  // other lanes have stored parts of the row
-  if (row >= 0) count_arrived(arrivals, output, arrivals.block_of(output, row), 1);
+  if (row >= 0) count_arrived(p.arrivals, p.output, p.arrivals.block_of(p.output, row), 1);
   __syncwarp();
 }
 
@@ -67,7 +69,7 @@ static __device__ __noinline__ void plan_rest(const Arrivals arrivals, const Out
 }
 
 // A thread: the operation gives up.
-__device__ __forceinline__ void tell_failure(const Arrivals& arrivals) {
+static __device__ __noinline__ void tell_failure(const Arrivals& arrivals) {
   if (arrivals.state == nullptr) return;
   ptx::st_relaxed_gpu(reinterpret_cast<uint32_t*>(arrivals.header(Arrivals::kFailed)),
                       static_cast<uint32_t>(expected_of(arrivals)));

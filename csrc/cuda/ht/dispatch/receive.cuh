@@ -179,7 +179,7 @@ struct PlacedSlot {
     const bool has_slot = !role.keeps_slots() || slot < p.handle.num_slots;
     const int32_t place = has_slot && role.lane < lanes && row < p.output.rows() ? row : kNoRow;
     put_rows(role, at.source, slot, place);
-    if (p.arrivals.state != nullptr) count_rows_arrived(p.arrivals, p.output, place);
+    if (p.arrivals.state != nullptr) count_rows_arrived(p, place);
   }
   // Metadata goes to the handle and the outputs.
   __device__ __forceinline__ void keep(const ReceiveRole& role) const {

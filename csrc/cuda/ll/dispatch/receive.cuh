@@ -239,7 +239,7 @@ __device__ __forceinline__ bool place_piece(const DispatchRole& role, const Warp
     return false;
   }
   store_piece(role, in, row, place.expert);
-  if (has_expert_rows(kLayout) && p.arrivals.state != nullptr) count_rows_arrived(p.arrivals, p.output, row);
+  if (has_expert_rows(kLayout) && p.arrivals.state != nullptr) count_rows_arrived(p, row);
   if (in.is_own) stamp(Stamp::kOwnDone, role.peers.rank);
   return true;
 }
