@@ -104,6 +104,7 @@ kernels: .venv/ready
 	cmake -S . -B build/$@ -G Ninja -DNCCL_EP_CUDA=ON -DNCCL_EP_IN_PLACE=OFF "-DNCCL_EP_CUDA_ARCHS=$(ARCHS)" \
 	    -DPython_EXECUTABLE=$(CURDIR)/.venv/bin/python $(CMAKE_FLAGS)
 	$(call build_in,$@,_C ncclep cuda_tests)
+	python tools/check_kernels.py build/$@/libep_cuda.a
 	$(ctest) build/$@ -R 'Arena|exports'
 
 # The C++ tests in build/$(1) under the sanitizer $(2).

@@ -5,7 +5,7 @@
 - Kernels that move rows have the instructions for it: 16-byte loads and stores, and high-throughput dispatch bulk
   copies in both directions (UBLKCP).
 - An innermost loop of 16-byte accesses or bulk copies keeps its numbers in registers: it may access local memory once,
-  and once more for each LOCAL_SHARE instructions, for what a wait in it saves.
+  and once more for each LOCAL_SHARE instructions, for what a wait or a call in it saves.
 - A kernel's registers, in units of 8 a thread, fit an SM with as many threads as its launch bounds allow.
 
 Prints a line for each architecture and family of kernels, and what is wrong. Exit status 1: something is, or no kernel
@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 from compare_kernels import find_cuobjdump, readable
 
-LOCAL_SHARE = 50
+LOCAL_SHARE = 30
 SM_REGISTERS, REGISTER_UNIT = 1 << 16, 8  # of every architecture from sm_90 on
 
 _LOADS, _STORES = "a 16-byte load", "a 16-byte store"

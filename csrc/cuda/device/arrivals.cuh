@@ -38,10 +38,11 @@ __device__ __forceinline__ void count_arrived(const Arrivals& arrivals, const Ou
   announce_block(arrivals, output, block, false);
 }
 
-// A warp has stored one unit of each lane's row; row < 0: of none. Not inline, so that loops that move rows keep their
-// registers.
+// A warp has stored one unit of each lane's row; row < 0: of none. Nothing where no arrivals are asked for. Not inline,
+// so that loops that move rows keep their registers.
 template <class Params>
 __device__ __noinline__ void count_rows_arrived(const Params& p, int32_t row) {
+  if (p.arrivals.state == nullptr) return;
   __syncwarp();  // other lanes have stored parts of the row
   if (row >= 0) count_arrived(p.arrivals, p.output, p.arrivals.block_of(p.output, row), 1);
   __syncwarp();

@@ -54,7 +54,8 @@ void launch(const KernelArgs<HtCombineParams>& args, void* stream);
 
 // Combine on few SMs has kernels of its own: launch() chooses them.
 void launch_streamed(const KernelArgs<LlCombineParams>& args, void* stream);
-// So has low latency with masks.
+// So has low-latency dispatch with arrivals, and low latency with masks.
+void launch_announcing(const KernelArgs<LlDispatchParams>& args, void* stream);
 void launch_masking(const KernelArgs<LlDispatchParams>& args, void* stream);
 void launch_masking(const KernelArgs<LlCombineParams>& args, void* stream);
 void launch_masking(const KernelArgs<LlCombineWeightsParams>& args, void* stream);

@@ -88,6 +88,7 @@ inline HtPlan tuned([[maybe_unused]] const char* variable, HtPlan plan) {
 void load_dispatch_kernels();
 void load_combine_kernels();
 void load_streamed_combine_kernels();
+void load_announcing_dispatch_kernels();
 void load_masking_dispatch_kernels();
 void load_masking_combine_kernels();
 void load_ht_route_kernels();

@@ -20,12 +20,17 @@ void check_served(const LlDispatchParams& p, const Arch& arch) {
   EP_CHECK(p.shape.num_ranks <= 64, p.shape.num_ranks, " ranks, low-latency mode on CUDA serves 64");
 }
 
-void load_dispatch_kernels() { load_all(); }
+void load_dispatch_kernels() {
+  load_all();
+  load_announcing_dispatch_kernels();
+}
 
 [[maybe_unused]] static const bool has_stamps = add_stamps_reader("ll_dispatch", &read_stamps);
 
 void launch(const KernelArgs<LlDispatchParams>& args, void* stream) {
-  return args.peers.can_be_masked ? launch_masking(args, stream) : launch_one(args, stream);
+  if (args.peers.can_be_masked) return launch_masking(args, stream);
+  if (args.params.arrivals.state != nullptr) return launch_announcing(args, stream);
+  launch_one(args, stream);
 }
 
 }  // namespace ep

@@ -1,5 +1,5 @@
-// The kernels of low-latency dispatch, of which there are two sets (kernel_set.cuh): dispatch.cu and
-// masking_dispatch.cu.
+// The kernels of low-latency dispatch, of which there are three sets (kernel_set.cuh): dispatch.cu,
+// announcing_dispatch.cu and masking_dispatch.cu.
 #pragma once
 
 #include "cuda/launch/launch_util.h"
@@ -25,18 +25,24 @@ __global__ void __launch_bounds__(max_threads(kSteps), 1)
 
 namespace {
 
+// Rows of ranks do not announce themselves.
+template <class Instance>
+constexpr bool kIsServed = !kAnnouncesRows || kMasksRanks || has_expert_rows(Instance::layout);
+
 void load_all() {
   for_all_instances([](auto instance) {
     using I = decltype(instance);
-    load_kernel(&ll::dispatch<I::encoding, I::type, I::steps, I::layout>, kMaxSharedBytes);
+    if constexpr (kIsServed<I>) load_kernel(&ll::dispatch<I::encoding, I::type, I::steps, I::layout>, kMaxSharedBytes);
   });
 }
 
 void launch_one(const KernelArgs<LlDispatchParams>& args, void* stream) {
   with_instance(args.params, args.plan.steps, [&](auto instance) {
     using I = decltype(instance);
-    launch_kernel(&ll::dispatch<I::encoding, I::type, I::steps, I::layout>, args.plan.blocks, args.plan.threads(),
-                  static_cast<int>(args.geometry.bitmap.bytes), args.plan.pdl, stream, args);
+    if constexpr (kIsServed<I>) {
+      launch_kernel(&ll::dispatch<I::encoding, I::type, I::steps, I::layout>, args.plan.blocks, args.plan.threads(),
+                    static_cast<int>(args.geometry.bitmap.bytes), args.plan.pdl, stream, args);
+    }
   });
 }
 

@@ -1,3 +1,4 @@
+#define EP_ANNOUNCES_ROWS 1
 #include "cuda/host/one_gpu/dispatch_world.cuh"
 
 namespace ep {

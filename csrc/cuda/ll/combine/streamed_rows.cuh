@@ -194,7 +194,7 @@ struct StreamedSumsAtHome : StreamedTerms<kType> {
   using Base = StreamedTerms<kType>;
   using Base::kSteps, Base::kCount, Base::role, Base::op, Base::next, Base::turned, Base::terms;
   static constexpr int kHalf = kSteps / 2;  // of a piece is added up at a time: registers are few
-  static constexpr int kBatch = 4;          // ranks whose sums are loaded at a time
+  static constexpr int kBatch = 3;          // other ranks whose sums are loaded at a time
 
   uint32_t* counter;  // of the block's units that are taken
   Unit next_unit{};
@@ -262,14 +262,21 @@ struct StreamedSumsAtHome : StreamedTerms<kType> {
     float total[kHalf][kCount];
     begin_home_sum<kType>(
         p, [&] { return place; }, sources != 0 || begins_with_bias(p) ? kNothingYet : 0.0f, total);
+    const uint64_t own_bit = uint64_t{1} << self;
+    bool adds_own = (sources & own_bit) != 0;
+    const auto add_own = [&] {
+#pragma unroll
+      for (int s = 0; s < kHalf; s++) own[s].add_to(total[s]);
+      adds_own = false;
+    };
+    sources &= ~own_bit;
 #pragma unroll 1
     while (sources != 0) {
       ArrivingSteps<kType, kCount, kHalf> batch[kBatch];
       uint64_t left = sources;
 #pragma unroll
       for (int q = 0; q < kBatch; q++) {
-        const int rank = first_of(left);
-        if (left != 0 && rank != self) batch[q].load(slot_of(rank), rest);
+        if (left != 0) batch[q].load(slot_of(first_of(left)), rest);
         left &= left - 1;
       }
 #pragma unroll
@@ -277,11 +284,7 @@ struct StreamedSumsAtHome : StreamedTerms<kType> {
         if (sources == 0) break;
         const int rank = first_of(sources);
         sources &= sources - 1;
-        if (rank == self) {
-#pragma unroll
-          for (int s = 0; s < kHalf; s++) own[s].add_to(total[s]);
-          continue;
-        }
+        if (adds_own && rank > self) add_own();
         LeanWaitBudget budget;
         while (!batch[q].has_arrived(op)) {
           has_given_up = __any_sync(~0u, budget.is_spent(op, Awaited::kPartials, rank, token, piece));
@@ -294,6 +297,7 @@ struct StreamedSumsAtHome : StreamedTerms<kType> {
         if (!(has_bug(Bug::kSkippedReset, op.context.kind) && token == 0)) batch[q].reset(slot_of(rank), rest);
       }
     }
+    if (adds_own) add_own();
     store_home_sum<kType>(p, place, total);
   }
 };

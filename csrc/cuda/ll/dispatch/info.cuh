@@ -150,7 +150,7 @@ __device__ __forceinline__ void store_info(const LlDispatchParams& p, const OpCo
     p.info[output.demand_at() + bin] = demand;
     dropped += demand - kept;
     total += kept;
-    if (has_expert_rows(kLayout) && p.arrivals.state != nullptr) {
+    if (kAnnouncesRows && has_expert_rows(kLayout) && p.arrivals.state != nullptr) {
       const int64_t next = kLayout == OutputLayout::kPacked ? bitmap.start(bin + 1) : 0;
       plan_expert(p.arrivals, output, bin, start, next, kept, units);
       if (bin + 1 == output.bins()) plan_rest(p.arrivals, output, next);
@@ -158,7 +158,7 @@ __device__ __forceinline__ void store_info(const LlDispatchParams& p, const OpCo
     if (p.recv_stats != nullptr) p.recv_stats[bin] += kept;
     if (has_expert_rows(kLayout) && p.layout_range != nullptr) store_ranges(p, bitmap, bin, has_failed);
   }
-  __syncwarp();  // plan_expert() leaves the lanes diverged
+  if constexpr (kAnnouncesRows) __syncwarp();  // plan_expert() leaves the lanes diverged
   dropped = __reduce_add_sync(~0u, dropped);
   total = __reduce_add_sync(~0u, total);
   if (lane != 0) return;

@@ -224,6 +224,7 @@ template <Encoding kEncoding, DType kType, int kSteps, OutputLayout kLayout>
 __device__ __forceinline__ bool place_piece(const DispatchRole& role, const WarpContext& op,
                                             const RoutingBitmap& bitmap, Incoming<kEncoding, kSteps, kLayout>& in,
                                             const ChoicePlacement<kLayout>& place, int number) {
+  constexpr bool kAnnounces = kAnnouncesRows && has_expert_rows(kLayout);
   const LlDispatchParams& p = role.p;
   const ReceiveUnit unit = in.unit;
   const bool exists = in.exists();
@@ -235,11 +236,11 @@ __device__ __forceinline__ bool place_piece(const DispatchRole& role, const Warp
   }
   if (!__any_sync(~0u, place.wanted)) return true;
   if (!in.template consume<kType>(role, op, bitmap)) {
-    tell_failure(p.arrivals);
+    if constexpr (kAnnounces) tell_failure(p.arrivals);
     return false;
   }
   store_piece(role, in, row, place.expert);
-  if (has_expert_rows(kLayout) && p.arrivals.state != nullptr) count_rows_arrived(p, row);
+  if constexpr (kAnnounces) count_rows_arrived(p, row);
   if (in.is_own) stamp(Stamp::kOwnDone, role.peers.rank);
   return true;
 }
@@ -256,7 +257,7 @@ static __device__ __noinline__ void store_nothing(const DispatchRole role) {
   const int64_t threads = static_cast<int64_t>(role.at.num_blocks) * blockDim.x;
   for (int64_t row = thread; row < p.output.rows(); row += threads) clear_entry(p, kExpertRows, row);
   if (role.at.block != role.at.num_blocks - 1) return;
-  tell_failure(p.arrivals);
+  if constexpr (kAnnouncesRows) tell_failure(p.arrivals);
   const int ranges = p.layout_range != nullptr ? p.output.bins() * p.shape.num_ranks : 0;
   for (int i = threadIdx.x; i < p.output.info_size(); i += blockDim.x) p.info[i] = 0;
   for (int i = threadIdx.x; i < p.shape.num_ranks; i += blockDim.x) p.handle.tokens[i] = 0;
