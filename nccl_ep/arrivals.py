@@ -14,6 +14,7 @@ from .buffer import Buffer, require_buffer
 from .checks import require_within
 from .choices import LayoutName
 from .errors import TimeoutError, UsageError
+from .marks import mark_memory
 
 # csrc/runtime/common/arrivals.h
 _EXPECTED, _FAILED, _HEADER, _TABLES, _MOST_BLOCKS = 0, 1, 16, 5, 65535
@@ -23,8 +24,6 @@ _WORDS, _ROWS, _FIRST, _EXPERTS = range(4)
 def require_arrivals(arrivals: object, buffer: Buffer) -> None:
     if not isinstance(arrivals, Arrivals):
         raise TypeError(f"arrivals is a {type(arrivals).__name__}, must be nccl_ep.Arrivals")
-    if is_dynamo_compiling():
-        raise NotImplementedError("a dispatch with arrivals is not compiled: call it outside of what is compiled")
     if arrivals.buffer is not buffer:
         raise UsageError("arrivals are of another buffer")
 
@@ -36,6 +35,9 @@ def announced(arrivals: Arrivals | None) -> Iterator[None]:
         yield
         return
     arrivals.arm()
+    if is_dynamo_compiling():
+        yield
+        return
     try:
         yield
     except BaseException:
@@ -62,7 +64,8 @@ class Arrivals:
     ``expert_alignment`` must be a multiple of ``rows_per_block``.
 
     The words are for the dispatch that was begun last. A consumer is enqueued behind the call that begins it, and has
-    ended before the next one is.
+    ended before the next one is. In what torch.compile compiles, the consumer is an op or a Triton kernel that takes
+    ``state`` beside rows of the output: the compiler does not know that a dispatch writes into ``state``.
 
     Attributes:
         state: int32, the memory; csrc/runtime/common/arrivals.h has its parts.
@@ -90,6 +93,7 @@ class Arrivals:
         order_at = _HEADER + (_TABLES * blocks + 1) // 2 * 2
         self.buffer = buffer
         self.state = torch.zeros(order_at + 2 * blocks, dtype=torch.int32, device=buffer.device)
+        mark_memory(self.state)
         tables = self.state[_HEADER : _HEADER + _TABLES * blocks].view(_TABLES, blocks)
         self.expected = self.state[_EXPECTED : _EXPECTED + 1]
         self.failed = self.state[_FAILED : _FAILED + 1]
@@ -104,7 +108,7 @@ class Arrivals:
 
     def begin(self) -> None:
         """``dispatch`` calls it, on the current stream, before its operation: words of earlier ones are old then."""
-        self.expected.add_(1)
+        torch.ops.nccl_ep.begin_arrivals.default(self.buffer._seq, self.state)
 
     def arm(self) -> None:
         """``dispatch`` calls it: the buffer's next dispatch announces its rows here."""

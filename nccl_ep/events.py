@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from . import _C
 
@@ -135,10 +136,8 @@ def run_on_comm_stream(
         return call(), EventOverlap()
     if device.type == "cpu":
         return call(), EventOverlap(EventHandle.completed())
-    if buffer is None:
-        raise NotImplementedError(
-            "combine_send with async_finish cannot be compiled on CUDA: its stream is the buffer's"
-        )
+    if buffer is None or is_dynamo_compiling():
+        raise NotImplementedError("a call with async_finish cannot be compiled on CUDA: its stream is the buffer's")
     event = EventHandle.unrecorded() if is_async else None
     result, kept = _C.run_on_stream(
         call,

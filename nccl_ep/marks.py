@@ -17,7 +17,7 @@ from .checks import require_integers, require_tensors
 Function = TypeVar("Function", bound=Callable[..., Any])
 _DYNAMO = "torch._dynamo"
 _has_dynamo = _DYNAMO in sys.modules
-_unmarked: list[weakref.ref[torch.Tensor]] = []
+_unmarked: list[tuple[weakref.ref[torch.Tensor], bool]] = []
 
 
 def constant(function: Function) -> Function:
@@ -59,7 +59,16 @@ def mark_tokens(*tensors: torch.Tensor, dim: int | Sequence[int] = 0) -> None:
 
 def mark_seq(seq: torch.Tensor) -> None:
     """Its first length is a symbol, the others are constants, its address stays: now, or when torch._dynamo comes."""
-    _unmarked.append(weakref.ref(seq))
+    _mark(seq, True)
+
+
+def mark_memory(tensor: torch.Tensor) -> None:
+    """Its address stays, so that a compiler passes it on as it is and does not copy it."""
+    _mark(tensor, False)
+
+
+def _mark(tensor: torch.Tensor, is_seq: bool) -> None:
+    _unmarked.append((weakref.ref(tensor), is_seq))
     if _has_dynamo:
         _mark_all()
 
@@ -68,11 +77,14 @@ def _mark_all() -> None:
     from torch._dynamo import mark_dynamic, mark_static, mark_static_address
 
     while _unmarked:
-        seq = _unmarked.pop()()
-        if seq is not None:
-            mark_dynamic(seq, 0)
-            mark_static(seq, [1, 2, 3])
-            mark_static_address(seq, guard=False)
+        ref, is_seq = _unmarked.pop()
+        tensor = ref()
+        if tensor is None:
+            continue
+        if is_seq:
+            mark_dynamic(tensor, 0)
+            mark_static(tensor, [1, 2, 3])
+        mark_static_address(tensor, guard=False)
 
 
 class _Finder:

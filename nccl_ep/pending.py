@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
@@ -82,6 +81,18 @@ def discard(buffer: SendsOf, open_send: OpenSend) -> None:
         raise error_of(buffer, error) from error
 
 
+def _once(function: Callable[[], T]) -> Callable[[], T]:
+    """As functools.cache, which a compiler does not trace."""
+    made: list[T] = []
+
+    def once() -> T:
+        if not made:
+            made.append(function())
+        return made[0]
+
+    return once
+
+
 class Pending(Generic[T]):
     """An operation that was sent, or that runs on the buffer's own stream.
 
@@ -91,8 +102,8 @@ class Pending(Generic[T]):
 
     def __init__(self, receive: Callable[[], T], event: EventOverlap | None = None, is_early: bool = False) -> None:
         """is_early: the result may be had before it is complete."""
-        self._early = functools.cache(receive) if is_early else None
-        self._receive: Callable[[], T] | None = self._early or receive
+        self._early = _once(receive) if is_early else None
+        self._receive: Callable[[], T] | None = receive if self._early is None else self._early
         self._end = "this operation was received already"
         self._open_send: OpenSend | None = None  # of a split call, to be received
         self.event = event or EventOverlap()

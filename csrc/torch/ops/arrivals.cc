@@ -1,4 +1,5 @@
-// The next dispatch of a buffer tells of its blocks of rows as they arrive (runtime/common/arrivals.h).
+// The next dispatch of a buffer tells of its blocks of rows as they arrive (runtime/common/arrivals.h). The schemas do
+// not say that `state` changes: a compiler would give the ops a copy of it, where no consumer looks.
 #include <torch/library.h>
 
 #include "torch/ops/fast_call.h"
@@ -25,13 +26,25 @@ void announce_rows(const at::Tensor& seq, const OptionalTensor& state, int64_t b
   });
 }
 
-fast_call::Op ops[] = {EP_OP(announce_rows)};
+// From now on words of earlier dispatches are old. On the current stream.
+void begin_arrivals(const at::Tensor& seq, const at::Tensor& state) {
+  guarded([&] {
+    const OnGroup on(seq);
+    EP_CHECK(state.numel() > Arrivals::kHeader, "state has ", state.numel(), " words, must have more than ",
+             static_cast<int>(Arrivals::kHeader));
+    check_tensor(state, "state", at::kInt, {state.numel()}, on.device);
+    state.narrow(0, Arrivals::kExpected, 1).add_(1);
+  });
+}
+
+fast_call::Op ops[] = {EP_OP(announce_rows), EP_OP(begin_arrivals)};
 
 }  // namespace
 }  // namespace ep
 
 TORCH_LIBRARY_FRAGMENT(nccl_ep, library) {
   library.def("announce_rows(Tensor(a!) seq, Tensor? state, int blocks, int rows_per_block) -> ()");
+  library.def("begin_arrivals(Tensor(a!) seq, Tensor state) -> ()");
 }
 
 EP_IMPLEMENT(ep::ops)
