@@ -15,7 +15,11 @@ STAMPS = (  # csrc/cuda/testing/stamps.cuh: Stamp
 )  # fmt: skip
 KERNELS: dict[str, dict[str, tuple[str, ...]]] = {
     "ll": {"dispatch": ("ll_dispatch",), "combine": ("ll_combine", "ll_streamed_combine")},
-    "ht": {"dispatch": ("ht_route", "ht_dispatch"), "cached": ("ht_dispatch",), "combine": ("ht_combine",)},
+    "ht": {
+        "dispatch": ("ht_route", "ht_dispatch"),
+        "cached": ("ht_dispatch",),
+        "combine": ("ht_combine", "ht_signalled_combine"),
+    },
 }
 _MISSED = 2**64 - 1  # of a warp that did not come there
 Stamps = list[list[int]]

@@ -342,9 +342,11 @@ class CombineCall:
         if row_signals is not None:
             require_tensors(row_signals=row_signals)
             require_on(self.handle.seq, ("row_signals",), (row_signals,))
-            if async_finish or self.handle.mode == "ht":
-                raise ValueError("row_signals are for a split combine of low latency, without async_finish")
             numbers = signalled_numbers(numbers, rows_per_signal, signal_threshold, num_sms)
+            if self.handle.mode == "ht":
+                return self._send_signalled(numbers, row_signals, async_finish)
+            if async_finish:
+                raise ValueError("row_signals are for a split combine of low latency, without async_finish")
         elif rows_per_signal != 0:
             raise ValueError(f"rows_per_signal is {rows_per_signal}, but there are no row_signals")
         if async_finish:
@@ -357,6 +359,24 @@ class CombineCall:
         """On the buffer's own stream."""
         try:
             combined, event = run_on_comm_stream(self.buffer, self._run, (*self._args()[:-4], *self.biases), True)
+        except RuntimeError as error:
+            raise error_of(self.buffer, error) from error
+        return Pending(lambda: combined, event)
+
+    def _send_signalled(self, numbers: Numbers, row_signals: torch.Tensor, is_async: bool) -> Pending[torch.Tensor]:
+        """All of it, in high throughput."""
+        handle, weights = self.handle, self.weights if self.is_home else None
+        if wants_gradient(self.rows, weights, self.biases):
+            raise ValueError("a combine of high throughput with row_signals has no gradient: call it under no_grad")
+        tensors = (self.rows, handle.tensor, handle.slots, weights, self.topk_idx)
+        args = (*tensors, self.biases, handle.num_tokens, handle.capacity, numbers, row_signals)
+
+        def call() -> torch.Tensor:
+            combined: torch.Tensor = _ops.ht_combine_signalled.default(handle.seq, *args)
+            return combined
+
+        try:
+            combined, event = run_on_comm_stream(self.buffer, call, (*tensors, *self.biases, row_signals), is_async)
         except RuntimeError as error:
             raise error_of(self.buffer, error) from error
         return Pending(lambda: combined, event)

@@ -209,14 +209,16 @@ def combine_send(
     ``rows`` may be overwritten as soon as the send is done on its stream. At most one combine of a buffer is open.
     ``async_finish``: as in ``dispatch_send``.
 
-    With ``row_signals`` it begins while a kernel on another stream still writes ``rows``, and sends each row as soon as
-    its counter has reached the threshold. For rows of low latency in expert_major, weights given here, and rows, wire
-    and outputs of one type; not with ``enable_shrink`` or several domains of GPUs. Other ranks need not give any.
+    With ``row_signals`` it begins while a kernel on another stream still writes ``rows``, and reads each row as soon as
+    its counter has reached the threshold. For expert_major and packed, and rows, wire and outputs of one type; not with
+    ``enable_shrink`` or several domains of GPUs. Other ranks need not give any. Low latency: with weights given here.
+    High throughput: the whole operation runs at once, on the current stream or, with ``async_finish``, on the buffer's
+    own, and has no gradient; launch the kernel that writes the rows behind this call, or on another stream.
 
     Args:
-        row_signals: int32 (or uint32) [L, ceil(C / rows_per_signal)], or flat with as many elements or more:
-            one counter for each row block of each local expert. Whoever counts up has written its rows
-            before, and releases them (``red.release.gpu``, or a fence before an atomic).
+        row_signals: int32 (or uint32) [L, ceil(C / rows_per_signal)], packed [ceil(N / rows_per_signal)], or flat with
+            as many elements or more: one counter for each row block of each local expert, packed of all rows. Whoever
+            counts up has written its rows before, and releases them (``red.release.gpu``, or a fence before an atomic).
         rows_per_signal: rows of a row block. C: one counter an expert.
         signal_threshold: of a row block that is complete.
         num_sms: positive with ``row_signals``: SMs to wait on. The others are for the kernel that is waited for.

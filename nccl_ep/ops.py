@@ -346,6 +346,15 @@ def _(
     )
 
 
+@_fake("ht_combine_signalled")
+def _(
+    seq: torch.Tensor, rows: torch.Tensor, route: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor | None,
+    topk_idx: torch.Tensor | None, biases: list[torch.Tensor], num_tokens: int, capacity: int, config: Numbers,
+    row_signals: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    return _combined(rows, num_tokens, rows.shape[-1], config)
+
+
 @_fake("arena_empty")
 def _(seq: torch.Tensor, size: list[int], dtype: torch.dtype) -> torch.Tensor:
     return seq.new_empty(size, dtype=dtype)

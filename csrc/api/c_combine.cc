@@ -178,15 +178,20 @@ void check_apart(const ncclEpHandle& handle, const CombineCall& call) {
   check.writes("output topk_weights", extent_of(home_values));
 }
 
-// ---- Low latency
-
-void set_signals(LlCombineParams& p, const CombineCall& call) {
+template <class Params>
+void set_signals(Params& p, const CombineCall& call) {
   const Tensor counters = take_tensor(call.extra.row_signals, "row_signals");
   p.signals = signals_of(p.output, p.options, static_cast<bool>(counters));
   if (!counters) return;
-  check_tensor(counters, "row_signals", ncclInt32, {p.output.local_experts, p.signals.per_expert()});
+  if (p.signals.is_packed) {
+    check_tensor(counters, "row_signals", ncclInt32, {p.signals.per_expert()});
+  } else {
+    check_tensor(counters, "row_signals", ncclInt32, {p.signals.experts, p.signals.per_expert()});
+  }
   p.signals.counters = static_cast<const uint32_t*>(counters.data);
 }
+
+// ---- Low latency
 
 void combine_ll(ncclEpHandle& handle, const CombineCall& call, void* stream) {
   LlCombineParams p;
@@ -214,9 +219,9 @@ void set_values(HtCombineParams& p, const Tensor& values, const Tensor& out) {
 }
 
 void combine_ht(const ncclEpHandle& handle, const CombineCall& call, void* stream) {
-  EP_CHECK(!take_tensor(call.extra.row_signals, "row_signals"), "row_signals are of low latency");
   HtCombineParams p;
   set_combine(p, handle, call);
+  set_signals(p, call);
   p.handle = handle.ht_pointers(p.num_tokens);
   if (call.is_backward) {
     const Tensor values = take_tensor(call.values(), "topk_weights");

@@ -268,8 +268,9 @@ typedef struct {
   ncclEpTensor_t* topk_weights; /* HOME: [T, K] float32 */
   ncclEpTensor_t* topk_idx;     /* HOME, optional: [T, K]; where it is -1, that row is left out */
   ncclEpTensor_t* bias[2];      /* flat, optional: [T, H] of the output's type, added first */
-  /* LL send_only, expert_major, HOME, all types alike, optional: int32 [L, ceil(capacity / rows_per_signal)], by which
-     a kernel on another stream tells which blocks of the tokens' rows it has written. Other ranks need not. */
+  /* expert_major and packed, all types alike, LL only with send_only and HOME, optional: int32
+     [L, ceil(capacity / rows_per_signal)], packed [ceil(capacity / rows_per_signal)], by which a kernel on another
+     stream tells which blocks of the tokens' rows it has written. Other ranks need not. */
   ncclEpTensor_t* row_signals;
 } ncclEpxCombineExtra_t;
 #define NCCL_EPX_COMBINE_EXTRA_INIT NCCL_EP_STRUCT_INIT(ncclEpxCombineExtra_t, NCCL_EP_MAGIC)

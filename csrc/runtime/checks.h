@@ -64,6 +64,12 @@ void check_combined_types(const Params& p) {
            " outputs: it must be of the same type or fp32");
 }
 
+// Of a combine that waits for row_signals.
+inline void check_sms_beside_writer(const CombineOptions& options) {
+  EP_CHECK(options.num_sms > 0, "num_sms is ", options.num_sms,
+           ": with row_signals it must be positive, and leave SMs to the kernel that is waited for");
+}
+
 // What a combine of rows may ask for, in either mode.
 template <class Params>
 void check_combined_rows(const Params& p) {

@@ -110,8 +110,9 @@ std::string describe(const Failure& failure, int rank, double timeout_seconds) {
   }
   if (failure.awaited == Awaited::kRowSignal) {
     return concat(waited(failure, rank, timeout_seconds), " for the signal of row block ", failure.expected >> 32,
-                  " of local expert ", failure.peer, "'s rows in ", kind, " ", failure.epoch, " (expected ",
-                  static_cast<uint32_t>(failure.expected), ", saw ", static_cast<int32_t>(failure.seen), ")");
+                  failure.peer < 0 ? "" : concat(" of local expert ", failure.peer, "'s rows"), " in ", kind, " ",
+                  failure.epoch, " (expected ", static_cast<uint32_t>(failure.expected), ", saw ",
+                  static_cast<int32_t>(failure.seen), ")");
   }
   std::string text =
       concat(waited(failure, rank, timeout_seconds), " for the ", name_of(failure.awaited), " of ",

@@ -52,7 +52,8 @@ struct Failure {
   Awaited awaited = Awaited::kNone;
   int32_t peer = -1;
   uint64_t epoch = 0;
-  uint64_t expected = 0;  // of the word waited for; kRowSignal: RowSignals::expected(), and `peer` is a local expert
+  // Of the word waited for; kRowSignal: RowSignals::expected(), and `peer` is a local expert, -1 in packed.
+  uint64_t expected = 0;
   uint64_t seen = 0;
   uint64_t missing = 0;  // bit r: nothing of the call was heard from rank r (ranks below 64)
   OpHeader mine, theirs;

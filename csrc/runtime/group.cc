@@ -356,8 +356,7 @@ void Group::check_signals(const LlCombineParams& p) const {
            " NVLink domains, between which signals are not served");
   EP_CHECK(p.sends_unweighted, kWhat, "the window has no room for every choice of a token, of which there are ",
            p.shape.topk, ": make the buffer for that top-k, with late_weights");
-  EP_CHECK(p.options.num_sms > 0, "num_sms is ", p.options.num_sms,
-           ": with row_signals it must be positive, and leave SMs to the kernel that is waited for");
+  check_sms_beside_writer(p.options);
 }
 
 void Group::combine(LlCombineParams& p, void* stream) {

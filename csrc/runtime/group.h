@@ -130,6 +130,7 @@ class Group {
   }
   bool sends_unweighted(const LlCombineParams& params, const RowFormat& row) const;
   void check_signals(const LlCombineParams& params) const;
+  void check_signals(const HtCombineParams& params) const;
   void require_ht();
   bool trusts_handles() const { return backend()->trusts_handles(); }
   void check_phase(Kind kind, Phase phase, const char* call) const;

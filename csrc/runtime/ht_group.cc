@@ -113,6 +113,17 @@ void Group::run(HtDispatchParams& p, void* stream) {
   backend()->ht_dispatch(p, stream);
 }
 
+// Kernels wait for them while they add up the rows of a token, for ranks of one domain to read.
+void Group::check_signals(const HtCombineParams& p) const {
+  if (p.signals.counters == nullptr) return;
+  EP_CHECK(p.dtype == p.options.wire_dtype && p.dtype == p.options.out_dtype,
+           "row_signals are for rows, sums and outputs of one type: rows are ", name_of(p.dtype), ", the wire ",
+           name_of(p.options.wire_dtype), ", outputs ", name_of(p.options.out_dtype), ", must be of one type");
+  EP_CHECK(!config_.has_rail || topology_.num_domains() == 1, "the ranks' GPUs are in ", topology_.num_domains(),
+           " NVLink domains, between which row_signals are not served");
+  check_sms_beside_writer(p.options);
+}
+
 void Group::combine(HtCombineParams& p, void* stream) {
   require_ht();
   require_valid_ids();
@@ -124,6 +135,7 @@ void Group::combine(HtCombineParams& p, void* stream) {
   HtRowFormat row;
   if (p.has_rows()) {
     check_combined_rows(p);
+    check_signals(p);
     row.add(wire_row_bytes(p.options.wire_dtype, p.hidden));
     p.rows_offset =
         offset_of(p.rows, static_cast<uint64_t>(p.output.rows()) * p.hidden * static_cast<uint64_t>(size_of(p.dtype)));

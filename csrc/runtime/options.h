@@ -42,15 +42,15 @@ enum class Weighting : int { kNone = 0, kDispatch = 1, kHome = 2 };
   OPTION(bool, reports_ids, true, false, true, Modes::kLl)                              \
   OPTION(int, num_sms, 0, 0, INT32_MAX, Modes::kBoth)
 
-// rows_per_signal, signal_threshold: RowSignals (ll/params.h); 0: the rows are there.
+// rows_per_signal, signal_threshold: RowSignals (common/row_signals.h); 0: the rows are there.
 #define EP_COMBINE_OPTIONS(OPTION)                                                                 \
   OPTION(Weighting, weighting, Weighting::kNone, Weighting::kNone, Weighting::kHome, Modes::kBoth) \
   OPTION(DType, out_dtype, DType::kBF16, DType::kBF16, DType::kLogFmt, Modes::kBoth)               \
   OPTION(DType, wire_dtype, DType::kBF16, DType::kBF16, DType::kLogFmt, Modes::kBoth)              \
   OPTION(int, num_sms, 0, 0, INT32_MAX, Modes::kBoth)                                              \
   OPTION(float, scale, 1, -FLT_MAX, FLT_MAX, Modes::kBoth)                                         \
-  OPTION(int64_t, rows_per_signal, 0, 1, kMost, Modes::kLl)                                        \
-  OPTION(int, signal_threshold, 0, 1, INT32_MAX, Modes::kLl)
+  OPTION(int64_t, rows_per_signal, 0, 1, kMost, Modes::kBoth)                                      \
+  OPTION(int, signal_threshold, 0, 1, INT32_MAX, Modes::kBoth)
 
 enum class Modes : int { kLl = 1, kHt = 2, kBoth = 3 };
 enum class OptionKind : int { kFlag, kInteger, kFloat, kChoice };

@@ -112,11 +112,13 @@ inline RowSignals signals_of(const OutputShape& output, const CombineOptions& op
   EP_CHECK(has_counters || (rows_per_signal == 0 && threshold == 0), "rows_per_signal is ", rows_per_signal,
            ", signal_threshold ", threshold, ", but there are no row_signals");
   if (!has_counters) return {};
-  EP_CHECK(output.layout == OutputLayout::kExpertMajor, "row_signals are for layout expert_major, not for ",
+  EP_CHECK(has_expert_rows(output.layout), "row_signals are for layouts of experts' rows, not for ",
            name_of(output.layout));
   EP_CHECK(rows_per_signal >= 1, "rows_per_signal is ", rows_per_signal, ", must be at least 1");
   EP_CHECK(threshold >= 1, "signal_threshold is ", threshold, ", must be from 1 to ", INT32_MAX);
   RowSignals signals;
+  signals.is_packed = output.layout == OutputLayout::kPacked;
+  signals.experts = signals.is_packed ? 1 : output.local_experts;
   signals.rows_per_expert = static_cast<int>(std::max<int64_t>(output.capacity, 1));
   signals.rows_per_signal = static_cast<int>(std::min<int64_t>(rows_per_signal, signals.rows_per_expert));
   signals.threshold = threshold;

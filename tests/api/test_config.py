@@ -49,7 +49,7 @@ def test_an_option_is_described_by_its_kind_its_range_and_its_modes() -> None:
         "flag", False, False, True, "both",
     )  # fmt: skip
     assert (quant.kind, quant.default, quant.least, quant.most) == ("choice", 0, 0, 7)
-    assert (signals.kind, signals.default, signals.least, signals.modes) == ("integer", 0, 1, "ll")
+    assert (signals.kind, signals.default, signals.least, signals.modes) == ("integer", 0, 1, "both")
     scale = options.pop("scale")
     assert (scale.kind, scale.default, scale.modes, scale.number(2.5)) == ("float", 1.0, "both", 0x40200000)
     for option in options.values():

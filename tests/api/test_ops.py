@@ -24,6 +24,7 @@ from tests.support.op_checks import (
     EXACT_OPS,
     HT_OPS,
     LOCAL_OPS,
+    SIGNALLED_OPS,
     UTILS,
     as_fake,
     check_apart,
@@ -114,7 +115,7 @@ def _check(name: str, calls: Calls, util: str) -> None:
 
 def test_these_are_all_the_ops() -> None:
     names = {name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("nccl_ep::")}
-    assert names == {*OPS, *DEEPEP_OPS, *HT_OPS, *EXACT_OPS, *LOCAL_OPS, *ARRIVAL_OPS}
+    assert names == {*OPS, *DEEPEP_OPS, *HT_OPS, *EXACT_OPS, *LOCAL_OPS, *ARRIVAL_OPS, *SIGNALLED_OPS}
 
 
 @pytest.mark.parametrize("name", OPS + DEEPEP_OPS + HT_OPS + EXACT_OPS)

@@ -19,13 +19,13 @@ BAD = c_api.INVALID_ARGUMENT
 class Solo:
     """A rank alone after a dispatch of four tokens to two experts, of four rows each."""
 
-    def __init__(self, library: Library, group: c.c_void_p) -> None:
+    def __init__(self, library: Library, group: c.c_void_p, **handle: int) -> None:
         self.library, self.group, self.handle = library, group, c.c_void_p()
         self.x = torch.arange(4 * 16, dtype=torch.float32).view(4, 16)
         self.ids, self.home_weights = torch.tensor([[0, 1], [1, -1], [-1, -1], [1, 0]]), torch.full((4, 2), 0.5)
         self.rows, self.y = torch.zeros(2, 4, 16), torch.zeros(4, 16)
         weights, info = torch.zeros(2, 4), torch.zeros(6, dtype=torch.int32)
-        config = c_api.HandleConfig(layout=c_api.LAYOUTS["expert_major"])
+        config = c_api.HandleConfig(layout=c_api.LAYOUTS["expert_major"], **handle)
         library.InitHandle(self.handle, group, config, None)
         library.UpdateHandle(self.handle, tensor(self.ids))
         outputs = c_api.DispatchOutputs(tokens=tensor(self.rows), topk_weights=tensor(weights), info=tensor(info))
@@ -63,6 +63,20 @@ def test_rows_leave_when_their_signals_come(library: Library) -> None:
         producer.rows.zero_()
         solo.y.zero_()
         library.Complete(solo.handle, None, None)
+        assert torch.equal(solo.y, solo.expected())
+    library.HandleDestroy(solo.handle)
+    library.GroupDestroy(group)
+
+
+def test_high_throughput_waits_for_its_rows(library: Library) -> None:
+    group = library.solo_group()
+    solo = Solo(library, group, algorithm=c_api.HIGH_THROUGHPUT, capacity=4)
+    for seed in range(3):
+        producer = RowProducer(solo.rows, 2, threshold=3, seed=seed)
+        solo.y.zero_()
+        with producer:
+            producer.begin()
+            solo.combine(producer.signals, producer.rows, send_only=0)
         assert torch.equal(solo.y, solo.expected())
     library.HandleDestroy(solo.handle)
     library.GroupDestroy(group)

@@ -16,26 +16,27 @@ class RowProducer:
     """Writes blocks of rows in random order, late, each with ``threshold`` steps of its counter behind it.
 
     Args:
-        made: [L, C, H], what the rows will be.
+        made: [L, C, H], or packed [N, H], what the rows will be.
         rows_per_signal: of a block. spare: counters behind the last block's, flat.
         delay: seconds that a block takes at most.
 
     Attributes:
-        rows: [L, C, H], poisoned at first. signals: int32 [L, blocks of an expert], or flat with ``spare``.
+        rows: as ``made``, poisoned at first. signals: int32 [L, blocks of an expert], or flat with ``spare`` and where
+            rows are packed.
     """
 
     def __init__(
         self, made: torch.Tensor, rows_per_signal: int, *, threshold: int = 1, spare: int = 0, seed: int = 0,
         delay: float = 0.002,
     ) -> None:  # fmt: skip
-        local, capacity, _ = made.shape
+        local, capacity = (1, made.shape[0]) if made.dim() == 2 else made.shape[:2]
         self.made, self.rows_per_signal, self.threshold, self.delay = made, rows_per_signal, threshold, delay
         self.rows = torch.empty_like(made)
         self.rows.view(torch.uint8).fill_(POISON)
         per_expert = -(-capacity // rows_per_signal)
         flat = torch.zeros(local * per_expert + spare, dtype=torch.int32)
         self._counters = flat[: local * per_expert].view(local, per_expert)
-        self.signals = flat if spare else self._counters
+        self.signals = flat if spare or made.dim() == 2 else self._counters
         self.random = random.Random(seed)
         self.blocks = [(expert, block) for expert in range(local) for block in range(per_expert)]
         self.random.shuffle(self.blocks)
@@ -46,7 +47,8 @@ class RowProducer:
         """The rows of a block, and its signal."""
         begin = block * self.rows_per_signal
         end = begin + self.rows_per_signal
-        self.rows[expert, begin:end] = self.made[expert, begin:end]
+        rows, made = (each.view(-1, *each.shape[-2:]) for each in (self.rows, self.made))
+        rows[expert, begin:end] = made[expert, begin:end]
         for _ in range(self.threshold):
             self._counters[expert, block] += 1
 

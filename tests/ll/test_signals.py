@@ -49,6 +49,7 @@ CASES: dict[str, dict[str, Any]] = {
     "fp16 in rows of an odd piece": {"rows_dtype": torch.float16, "hidden": 2600},
     "infinities and NaNs": {"rows_content": "special"},
     "words of the protocol": {"rows_content": "words"},
+    "packed": {"layout": "packed", "expert_alignment": 4},
 }
 
 
@@ -75,7 +76,7 @@ def test_rows_leave_when_their_signals_come(name: str, num_ranks: int) -> None:
         with shared_buffer(group, [case], timeout=WAIT) as buffer:
             out = case.dispatch(buffer)
             made = case.rows[rank]
-            for turn, rows_per_signal in enumerate((1, 3, made.shape[1], 1000)):
+            for turn, rows_per_signal in enumerate((1, 3, made.shape[-2], 1000)):
                 producer = RowProducer(
                     made, rows_per_signal, threshold=1 + turn, spare=5 * (turn % 2), seed=rank + turn
                 )
@@ -228,7 +229,9 @@ def refusal(case: Expected, body_of: Any = None, **options: Any) -> str:
 
 def test_where_sums_travel_signals_are_refused() -> None:
     assert "the buffer has masks (enable_shrink)" in refusal(weighted_case(2), enable_shrink=True)
-    assert "for layout expert_major, not for packed" in refusal(weighted_case(2, layout="packed"))
+    assert "for layouts of experts' rows, not for flat" in refusal(
+        weighted_case(2, layout="flat", combine_weights="none")
+    )
     case = weighted_case(2, topk=4, num_experts=4)
     plain = case.case
     sizes = nccl_ep._C.sizes_for(2, 4, 4, plain.max_tokens, 256, 2 * plain.hidden)

@@ -172,6 +172,7 @@ class Combine {
         if (mark == kNoRow) continue;
         std::memcpy(&weight, given + p_.offsets.slot.weight(k) * 4, 4);
       }
+      if (p_.signals.counters != nullptr) exchange_.await_row(p_.signals, row);
       load(row);
       if (p_.options.weighting != Weighting::kNone) {
         for (float& value : term_) value = weight * value;

@@ -4,6 +4,7 @@
 
 #include "base/check.h"
 #include "base/testing.h"
+#include "cpu/common/row_signals.h"
 #include "runtime/group.h"
 
 namespace ep {
@@ -137,6 +138,10 @@ void HtExchange::await_signal(HtSignal which, int source, Awaited awaited) {
   const auto has_come = [&] { return seen_signal(which, source) >= epoch_; };
   const Deadline::End end = deadline_.wait_until(has_come);
   if (end != Deadline::End::kReady) give_up(end, awaited, source, epoch_, seen_signal(which, source));
+}
+
+void HtExchange::await_row(const RowSignals& signals, int row) {
+  ep::await_row(signals, row, deadline_, state_, transport_, kind_, epoch_, header_, true);
 }
 
 // What comes over a network must not be read before its signal.

@@ -9,6 +9,7 @@
 #include "cpu/common/state.h"
 #include "cpu/common/wait.h"
 #include "layout/ht/offsets.h"
+#include "runtime/common/row_signals.h"
 #include "transport/transport.h"
 
 namespace ep {
@@ -51,6 +52,8 @@ class HtExchange {
   // To the rail peers, one in each other domain, and from each of them.
   void signal_rail(HtSignal signal);
   void await_rail(HtSignal signal, Awaited awaited);
+  // Until a row of this rank may be read.
+  void await_row(const RowSignals& signals, int row);
 
   // Checks that a row that the handle names lies in the peer's memory. Throws kInvalidArgument, and the buffer has
   // failed.

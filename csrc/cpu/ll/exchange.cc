@@ -6,6 +6,7 @@
 
 #include "base/check.h"
 #include "base/testing.h"
+#include "cpu/common/row_signals.h"
 #include "runtime/failure_node.h"
 #include "runtime/group.h"
 
@@ -193,18 +194,7 @@ bool Exchange::await(Awaited awaited, int source, uint64_t expected, Ready ready
 }
 
 void Exchange::await_signal(const RowSignals& signals, int row) {
-  std::atomic_ref<uint32_t> counter = atomic_word(const_cast<uint32_t*>(signals.counter_of(row)));
-  uint32_t seen = 0;
-  const Deadline::End end = deadline_.wait_until([&] {
-    seen = counter.load(std::memory_order_acquire);
-    return signals.is_reached(seen);
-  });
-  if (end == Deadline::End::kReady) return;
-  Failure failure{
-      code_of(end), kind_, Awaited::kRowSignal, signals.expert_of(row), epoch_, signals.expected(row), seen, 0, header_,
-      {},           0};
-  failure.waited_seconds = deadline_.waited_seconds();
-  fail(state_, failure, transport_);
+  await_row(signals, row, deadline_, state_, transport_, kind_, epoch_, header_, false);
 }
 
 void Exchange::await_arrivals() {

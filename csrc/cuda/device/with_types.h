@@ -1,6 +1,8 @@
 // From a combine's types, which are values, to template arguments.
 #pragma once
 
+#include <type_traits>
+
 #include "base/check.h"
 #include "layout/common/dtype.h"
 
@@ -41,6 +43,20 @@ void with_types(DType in, DType wire, DType out, Body body) {
     body(types);
   });
   EP_CHECK(is_known, "no kernel adds up ", name_of(in), " rows to ", name_of(out), " over ", name_of(wire));
+}
+
+// Of kernels whose rows, sums and outputs are of one type.
+template <class Body>
+void for_all_row_types(Body body) {
+  body(std::integral_constant<DType, DType::kBF16>{});
+  body(std::integral_constant<DType, DType::kF16>{});
+  body(std::integral_constant<DType, DType::kF32>{});
+}
+template <class Body>
+void with_row_type(DType given, Body body) {
+  for_all_row_types([&](auto type) {
+    if (type() == given) body(type);
+  });
 }
 
 }  // namespace ep

@@ -35,11 +35,13 @@ void load_ht_combine_kernels() {
     using T = decltype(types);
     load_kernel(&ht::combine_rows<T::in, T::wire, T::out>, kMaxSharedBytes);
   });
+  load_signalled_ht_combine_kernels();
 }
 
 [[maybe_unused]] static const bool has_stamps = add_stamps_reader("ht_combine", &read_stamps);
 
 void launch(const KernelArgs<HtCombineParams>& args, void* stream) {
+  if (args.params.signals.counters != nullptr) return launch_signalled(args, stream);
   with_types(args.params.dtype, args.params.options.wire_dtype, args.params.options.out_dtype, [&](auto types) {
     using T = decltype(types);
     launch_kernel(&ht::combine_rows<T::in, T::wire, T::out>, args.plan.blocks, args.plan.threads(), args.geometry.bytes,

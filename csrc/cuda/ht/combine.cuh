@@ -11,7 +11,8 @@
 namespace ep {
 inline namespace EP_KERNELS {
 
-template <DType kIn, DType kWire, DType kOut>
+// kSignalled: rows may still be written (RowSignals).
+template <DType kIn, DType kWire, DType kOut, bool kSignalled = false>
 __device__ __forceinline__ void ht_combine(const HtArgs<HtCombineParams>& args, BlockPosition at, char* shared) {
   constexpr int kCount = kLaneElements<kIn, kWire, kOut>;
   const HtCombineParams& p = args.params;
@@ -52,7 +53,7 @@ __device__ __forceinline__ void ht_combine(const HtArgs<HtCombineParams>& args, 
   const bool has_ring = role.warp < args.plan.warps;  // in a world on one GPU another rank's plan may have more warps
   stamp(Stamp::kEpochKnown, peers.rank);
   if (has_ring && stages) {
-    stage_rows<kIn, kWire, kCount>(role, shared);
+    stage_rows<kIn, kWire, kCount, kSignalled>(role, shared);
     stamp(Stamp::kSent, peers.rank);
   } else if (has_ring) {
 #if defined(EP_NETWORK)

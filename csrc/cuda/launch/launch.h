@@ -54,8 +54,9 @@ void launch(const KernelArgs<HtCombineParams>& args, void* stream);
 
 // Combine on few SMs has kernels of its own: launch() chooses them.
 void launch_streamed(const KernelArgs<LlCombineParams>& args, void* stream);
-// So has low-latency dispatch with arrivals, and low latency with masks.
+// So has low-latency dispatch with arrivals, high-throughput combine with row_signals, and low latency with masks.
 void launch_announcing(const KernelArgs<LlDispatchParams>& args, void* stream);
+void launch_signalled(const KernelArgs<HtCombineParams>& args, void* stream);
 void launch_masking(const KernelArgs<LlDispatchParams>& args, void* stream);
 void launch_masking(const KernelArgs<LlCombineParams>& args, void* stream);
 void launch_masking(const KernelArgs<LlCombineWeightsParams>& args, void* stream);

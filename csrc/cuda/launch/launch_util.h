@@ -89,6 +89,7 @@ void load_dispatch_kernels();
 void load_combine_kernels();
 void load_streamed_combine_kernels();
 void load_announcing_dispatch_kernels();
+void load_signalled_ht_combine_kernels();
 void load_masking_dispatch_kernels();
 void load_masking_combine_kernels();
 void load_ht_route_kernels();

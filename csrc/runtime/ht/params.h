@@ -11,6 +11,7 @@
 #include "layout/ht/offsets.h"
 #include "runtime/common/arrivals.h"
 #include "runtime/common/params.h"
+#include "runtime/common/row_signals.h"
 #include "runtime/options.h"
 
 namespace ep {
@@ -130,6 +131,7 @@ struct HtCombineParams {
   int num_tokens = 0;
   void* out = nullptr;          // [T, H]
   float* out_values = nullptr;  // [T, K]
+  RowSignals signals;           // that staging waits for; of experts' rows alone
 
   EP_HD bool has_rows() const { return hidden > 0; }
   // By ranks that can reach the rows. A block format's elements count as one byte: rows are never read in place.

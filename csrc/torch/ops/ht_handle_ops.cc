@@ -99,7 +99,8 @@ std::pair<Tensor, Tensor> run_ht_combine(const at::Tensor& seq, const OptionalTe
                                          const OptionalTensor& values, const Tensor& route, const Tensor& slots,
                                          const OptionalTensor& weights, const OptionalTensor& topk_idx,
                                          at::TensorList biases, int64_t num_tokens, int64_t capacity,
-                                         at::IntArrayRef numbers, const Tensor* given) {
+                                         at::IntArrayRef numbers, const Tensor* given,
+                                         const Tensor* row_signals = nullptr) {
   const auto [registered, group, device, on_device] = OnGroup(seq);
   const CombineConfig config = combine_config(numbers);
   const auto info = HandleInfo::of(group.num_ranks(), num_tokens, capacity, config);
@@ -126,6 +127,8 @@ std::pair<Tensor, Tensor> run_ht_combine(const at::Tensor& seq, const OptionalTe
     out_values = new_tensor({num_tokens, info.topk}, at::kFloat, device);
     p.out_values = out_values.data_ptr<float>();
   }
+  set_signals(p, row_signals, device);
+  if (row_signals != nullptr) registered->order.expect_signals();
   void* stream = registered->order.next_stream(device);
   group.combine(p, stream);
   registered->order.note_enqueued(device, stream);
@@ -145,6 +148,17 @@ void ht_combine_out(const Tensor& seq, EP_HT_COMBINE_ARGS, const Tensor& out) {
   guarded([&] { run_ht_combine(seq, EP_HT_COMBINE_PASS, &out); });
 }
 
+// As ht_combine, of rows that a kernel still writes.
+Tensor ht_combine_signalled(const Tensor& seq, const Tensor& rows, const Tensor& route, const Tensor& slots,
+                            const OptionalTensor& weights, const OptionalTensor& topk_idx, at::TensorList biases,
+                            int64_t num_tokens, int64_t capacity, at::IntArrayRef config, const Tensor& row_signals) {
+  return guarded([&] {
+    return run_ht_combine(seq, rows, {}, route, slots, weights, topk_idx, biases, num_tokens, capacity, config, nullptr,
+                          &row_signals)
+        .first;
+  });
+}
+
 #define EP_HT_CACHED_SCHEMA \
   "Tensor(a!) seq, Tensor[] xs, Tensor? x_scales, Tensor route, Tensor slots, " EP_HANDLE_SCHEMA
 #define EP_HT_COMBINE_SCHEMA                                                                    \
@@ -152,7 +166,7 @@ void ht_combine_out(const Tensor& seq, EP_HT_COMBINE_ARGS, const Tensor& out) {
   "Tensor? topk_idx, Tensor[] biases, " EP_HANDLE_SCHEMA
 
 fast_call::Op ops[] = {EP_OP(ht_dispatch_cached), EP_OP(ht_dispatch_cached_out), EP_OP(ht_combine),
-                       EP_OP(ht_combine_out)};
+                       EP_OP(ht_combine_out), EP_OP(ht_combine_signalled)};
 
 }  // namespace
 }  // namespace ep
@@ -162,6 +176,9 @@ TORCH_LIBRARY_FRAGMENT(nccl_ep, library) {
               ") -> (Tensor x, Tensor scales, Tensor x1, Tensor x2, Tensor x3)");
   library.def("ht_dispatch_cached_out(" EP_HT_CACHED_SCHEMA ", Tensor(b!)[] out_xs, Tensor(c!) out_scales) -> ()");
   library.def("ht_combine(" EP_HT_COMBINE_SCHEMA ") -> (Tensor out, Tensor out_values)");
+  library.def(
+      "ht_combine_signalled(Tensor(a!) seq, Tensor rows, Tensor route, Tensor slots, Tensor? weights, "
+      "Tensor? topk_idx, Tensor[] biases, " EP_HANDLE_SCHEMA ", Tensor row_signals) -> Tensor out");
   library.def("ht_combine_out(" EP_HT_COMBINE_SCHEMA ", Tensor(b!) out) -> ()");
 }
 

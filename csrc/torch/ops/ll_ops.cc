@@ -115,20 +115,6 @@ HandlePtrs resolve_handle(const HandleInfo& info, const Tensor& handle, const at
   return HandlePtrs::of(handle.data_ptr<int32_t>(), sizes);
 }
 
-// Counters may lie one after the other, with further ones behind them.
-void set_signals(LlCombineParams& p, const Tensor* counters, const at::Device& device) {
-  p.signals = signals_of(p.output, p.options, counters != nullptr);
-  if (counters == nullptr) return;
-  const at::ScalarType type = counters->scalar_type() == at::kUInt32 ? at::kUInt32 : at::kInt;
-  const int64_t experts = p.output.local_experts, need = experts * p.signals.per_expert();
-  if (counters->dim() == 1 && counters->size(0) >= need) {
-    check_tensor(*counters, "row_signals", type, {counters->size(0)}, device);
-  } else {
-    check_tensor(*counters, "row_signals", type, {experts, p.signals.per_expert()}, device);
-  }
-  p.signals.counters = static_cast<const uint32_t*>(counters->const_data_ptr());
-}
-
 }  // namespace
 
 Tensor run_combine(const at::Tensor& seq, const Tensor& handle, int64_t num_tokens, int64_t capacity,

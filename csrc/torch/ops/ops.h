@@ -56,6 +56,23 @@ void set_biases(Params& p, const CombineArgs& args, const HandleInfo& spec, at::
   }
 }
 
+// Counters may lie one after the other, with further ones behind them. Of a packed output they do.
+template <class Params>
+void set_signals(Params& p, const at::Tensor* counters, const at::Device& device) {
+  p.signals = signals_of(p.output, p.options, counters != nullptr);
+  if (counters == nullptr) return;
+  const at::ScalarType type = counters->scalar_type() == at::kUInt32 ? at::kUInt32 : at::kInt;
+  const int64_t experts = p.signals.experts, each = p.signals.per_expert();
+  if (counters->dim() == 1 && counters->size(0) >= experts * each) {
+    check_tensor(*counters, "row_signals", type, {counters->size(0)}, device);
+  } else if (p.signals.is_packed) {
+    check_tensor(*counters, "row_signals", type, {each}, device);
+  } else {
+    check_tensor(*counters, "row_signals", type, {experts, each}, device);
+  }
+  p.signals.counters = static_cast<const uint32_t*>(counters->const_data_ptr());
+}
+
 // Where the result of a combine goes: to `given`, checked, or to a new tensor, which becomes `made`.
 inline void* take_combined(const CombineArgs& args, std::initializer_list<const at::Tensor*> handle,
                            const HandleInfo& spec, at::ScalarType out_dtype, const at::Device& device,

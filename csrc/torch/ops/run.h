@@ -55,7 +55,7 @@ struct CombineArgs {
   int64_t hidden = 0;
   at::ScalarType rows_dtype = at::kFloat;
   int64_t* wait_cost = nullptr;             // [R]
-  const at::Tensor* row_signals = nullptr;  // RowSignals::counters
+  const at::Tensor* row_signals = nullptr;  // RowSignals::counters, of a send or in high throughput
 };
 
 inline const at::Tensor* pointer_to(const OptionalTensor& tensor) { return tensor ? &*tensor : nullptr; }

@@ -214,7 +214,9 @@ struct StagedSlot {
 };
 
 // A token's rows here, added in the order of k, each product and sum rounded by itself; in rank layouts its one row.
-template <DType kIn, DType kWire, int kLaneCount>
+// kSignalled: a kernel on another stream still writes them (RowSignals). No row is loaded before its signal: the lane
+// that saw the signal acquires, and the warp's barrier hands that on to the lanes that load the row.
+template <DType kIn, DType kWire, int kLaneCount, bool kSignalled>
 struct StagedRows {
   static constexpr int kCount = kLaneCount, kSteps = CopyRing::kSteps;
 
@@ -241,10 +243,48 @@ struct StagedRows {
     tickets.prefetch(counters_of(role.op).staged);
     next = StagedSlot::load(role, unit);
   }
-  __device__ __forceinline__ bool await() const { return false; }  // rows are there when the kernel begins
+  __device__ __forceinline__ bool is_at_end() const {
+    return next.unit >= role.tables.segment_start[role.plan.chunks * role.num_ranks()];
+  }
+  // Acquire. `seen`: of this lane's row where that may not be read yet, which is returned; else kNoRow.
+  __device__ __forceinline__ int32_t row_under_way(uint32_t& seen) const {
+    const RowSignals& signals = role.p.signals;
+    const int32_t row = next.counted_row(role.p.output);
+    if (row < 0 || signals.counters == nullptr) return kNoRow;
+    const uint32_t* counter = signals.counter_of(row);
+    seen = ptx::ld_relaxed_gpu(counter);  // each acquire empties the SM's L1
+    if (!signals.is_reached(seen)) return row;
+    ptx::ld_acquire_gpu(counter);
+    return kNoRow;
+  }
+  __device__ __forceinline__ bool is_signalled() const {
+    uint32_t seen = 0;
+    const bool all = __all_sync(~0u, row_under_way(seen) == kNoRow) != 0;
+    __syncwarp();
+    return all;
+  }
+  __device__ __forceinline__ bool await() const {
+    if constexpr (!kSignalled) return false;  // rows are there when the kernel begins
+    if (is_at_end()) return false;
+    WaitBudget budget;
+    while (true) {
+      uint32_t seen = 0;
+      const int32_t row = row_under_way(seen);
+      const unsigned late = __ballot_sync(~0u, row != kNoRow);
+      __syncwarp();
+      if (late == 0) return true;
+      if (!budget.is_due()) continue;
+      const int lane = __ffs(static_cast<int>(late)) - 1, awaited = __shfl_sync(~0u, row, lane);
+      const RowSignals& signals = role.p.signals;
+      const bool is_over = budget.poll(role.op, Awaited::kRowSignal, signals.expert_of(awaited),
+                                       signals.expected(awaited), __shfl_sync(~0u, seen, lane));
+      if (__any_sync(~0u, is_over)) return false;
+    }
+  }
   __device__ __forceinline__ bool turn(unsigned unit) {
     const HtCombineParams& p = role.p;
-    if (next.unit >= role.tables.segment_start[role.plan.chunks * role.num_ranks()]) return false;
+    if (is_at_end()) return false;
+    if (kSignalled && !is_signalled()) return false;
     testing_point(Point::kBetweenRows, role.op, next.unit);
     const bool is_copied = p.has_rows() && !role.is_read_in_place(next.segment % role.num_ranks());
     prefetched_weight = next.weight;
@@ -274,7 +314,7 @@ struct StagedRows {
     for (int s = 0; s < kSteps; s++) ringed<kIn, kCount>(item, s).add_product_to(sum[s], factor);
   }
   __device__ __forceinline__ void store(unsigned unit, int piece, const float (&sum)[kSteps][kCount]) const {
-    if (piece == 0 && unit > 0) look_at_count(unit - 1);
+    if (!kSignalled && piece == 0 && unit > 0) look_at_count(unit - 1);
     const int32_t slot = slots.get(unit);
     if (slot == kNoSlot) return;
     store_sum<kWire>(role.staged(role.peers.rank, slot, 0), role.p.hidden, piece, role.rest(piece), sum);
@@ -282,9 +322,11 @@ struct StagedRows {
   __device__ __forceinline__ void finish(unsigned unit) {
     const int segment = segments.get(unit);
     __syncwarp();
-    if (role.lane != 0) return;
-    __threadfence();
-    before = ptx::atom_count_relaxed_gpu(&counters_of(role.op).ready[segment]);
+    if (role.lane == 0) {
+      __threadfence();
+      before = ptx::atom_count_relaxed_gpu(&counters_of(role.op).ready[segment]);
+    }
+    if constexpr (kSignalled) look_at_count(unit);  // rows of the next unit may be long in coming
   }
   // The warp that has staged the last row of a segment signals it. The counter's answer is used when it has long been
   // there.
@@ -304,15 +346,15 @@ struct StagedRows {
   }
 };
 
-template <DType kIn, DType kWire, int kCount>
+template <DType kIn, DType kWire, int kCount, bool kSignalled>
 __device__ __forceinline__ void stage_rows(const HtCombineRole& role, char* rings) {
   const bool is_home_weighted = role.p.options.weighting == Weighting::kHome && role.p.has_rows();
   if (is_home_weighted && !await_all(role, HtSignal::kCombineWeights, Awaited::kWeights)) return;
-  using Rows = StagedRows<kIn, kWire, kCount>;
+  using Rows = StagedRows<kIn, kWire, kCount, kSignalled>;
   Rows rows(role);
   RowStream<Rows> stream{rows, CopyRing(role.ring(rings))};
   stream.run();
-  if (stream.num_begun > 0) rows.look_at_count(stream.num_begun - 1);
+  if (!kSignalled && stream.num_begun > 0) rows.look_at_count(stream.num_begun - 1);
 }
 
 }  // namespace EP_KERNELS
