@@ -1,5 +1,7 @@
 """The layer whose experts begin while rows come, on CPU ranks: its bits are those of one step behind the other."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -8,8 +10,8 @@ from examples.overlapped_moe.layer import Experts, MoeLayer
 from nccl_ep.testing import ThreadGroup, run_ranks
 
 
-@pytest.mark.parametrize("mode", ["ll", "ht"])
-def test_experts_begin_while_rows_come(mode: nccl_ep.choices.Mode) -> None:
+@pytest.mark.parametrize(("mode", "how"), [("ll", {}), ("ht", {}), ("ht", {"sorts": True}), ("ht", {"signals": True})])
+def test_experts_begin_while_rows_come(mode: nccl_ep.choices.Mode, how: dict[str, Any]) -> None:
     ranks, tokens, hidden, topk, local = 2, 40, 64, 3, 4
 
     def body(group: ThreadGroup) -> None:
@@ -30,8 +32,9 @@ def test_experts_begin_while_rows_come(mode: nccl_ep.choices.Mode) -> None:
             late_weights=mode == "ll",
         ) as buffer:
             layer = MoeLayer(
-                buffer, own, num_experts=ranks * local, max_tokens=tokens, topk=topk, mode=mode, rows_per_block=8
-            )
+                buffer, own, num_experts=ranks * local, max_tokens=tokens, topk=topk, mode=mode, rows_per_block=8,
+                **how,
+            )  # fmt: skip
             one_behind = layer(x, ids, weights, overlaps=False)
             for _ in range(3):
                 assert torch.equal(layer(x, ids, weights), one_behind)
