@@ -26,7 +26,7 @@ from .ranks import Ranks
 from .server import Server, gather
 from .trace import traced
 
-EXCHANGES = ("nccl_ep", "all_to_all_single", "deep_ep")
+EXCHANGES = ("nccl_ep", "nccl_ep_arrivals", "all_to_all_single", "deep_ep")
 PROFILED = 5  # decode steps of profile_decode
 
 
@@ -40,7 +40,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--slots", type=whole(1), default=8, help="requests at a time of a rank")
     add("--prefill-batch", type=whole(1), default=2, help="prompts of a prefill of a rank")
     add("--max-length", type=whole(1), help="of prompt and output together; default what the load needs")
-    add("--exchange", type=names_of(EXCHANGES), default="nccl_ep", help=f"one or more of {', '.join(EXCHANGES)}")
+    add(
+        "--exchange", type=names_of(EXCHANGES), default="nccl_ep",
+        help=f"one or more of {', '.join(EXCHANGES)}; nccl_ep_arrivals: a prefill's experts begin while rows come",
+    )  # fmt: skip
     add("--mode", choices=("fixed", "auto"), default="fixed", help="fixed: HT for prefill, LL to decode; auto: by size")
     add(
         "--overlap", type=names_of(("off", "on")), default="off",

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from . import checkpoint, ranks, sizes
+from .arriving import Arriving
 from .baseline import AllToAll
 from .deepep_calls import DeepEpLowLatency, DeepEpNormal
 from .engine import Engine, Room, fixed_shape_exchange
@@ -68,7 +69,11 @@ class Server:
                 prefiller, decoders = DeepEpNormal(buffer, count), [DeepEpLowLatency(buffer, count, room.slots)]
             else:
                 prefill_mode, decode_mode = ("auto", "auto") if options.mode == "auto" else ("ht", "ll")
-                prefiller = fixed_shape_exchange(buffer, count, prefill_mode, prompt_tokens, self.grouped)
+                prefiller = (
+                    Arriving(buffer, count, prompt_tokens, sizes.topk)
+                    if exchange == Arriving.name
+                    else fixed_shape_exchange(buffer, count, prefill_mode, prompt_tokens, self.grouped)
+                )
                 batches = 2 if overlap else 1
                 if overlap:  # a buffer each: two dispatches are under way at a time
                     self.buffers.append(make_buffer(world.experts, sizes, room.slots, dtype, world.device, "ll"))

@@ -90,7 +90,9 @@ def serving_table(report: Report) -> list[str]:
 
 def summary_table(reports: list[Report]) -> list[str]:
     """A column an exchange: training of each size, serving at the lowest and the highest rate."""
-    names = ("nccl_ep", "all_to_all_single", "deep_ep")
+    figures = [each for report in reports if report["what"] == "serving" for each in report["figures"]]
+    arrives = any(each["exchange"] == "nccl_ep_arrivals" for each in figures)
+    names = ("nccl_ep", *(("nccl_ep_arrivals",) if arrives else ()), "all_to_all_single", "deep_ep")
     lines = [_row(place_of(reports[0]), *(HEADS.get(name, name) for name in names)), "|---" * (len(names) + 1) + "|"]
     training = [each for each in reports if each["what"] == "training" and each["tokens_per_s"]]
     for sizes in sorted({tuple(each["sizes"].items()) for each in training}):

@@ -47,7 +47,7 @@ def serve_each(_: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for mode, exchange, overlap in (
         ("fixed", "nccl_ep", False), ("auto", "nccl_ep", False), ("fixed", "nccl_ep", True),
-        ("fixed", "all_to_all_single", False), ("fixed", "deep_ep", False),
+        ("fixed", "nccl_ep_arrivals", False), ("fixed", "all_to_all_single", False), ("fixed", "deep_ep", False),
         ("rebalanced", "nccl_ep", False), ("rebalanced", "nccl_ep", True),
     ):  # fmt: skip
         changed = {"rebalance": 3} if mode == "rebalanced" else {"mode": mode}
@@ -75,6 +75,9 @@ def serve_each(_: int) -> dict[str, Any]:
             found["bad ones alone"] = served(with_bad_ones(options, world.size)[: -BAD_ONES - 1 : -1])
             found["after bad ones"] = served(load(options, world.size)[:3])
             found["modes"] = [server.engine.prefiller.how["mode"], server.engine.decoders[0].how["mode"]]
+        if exchange == "nccl_ep_arrivals":
+            server.engine.prefiller.overlaps = False
+            found["nccl_ep_arrivals, one behind"] = served(load(options, world.size))
         if server.rebalancer is not None:
             found[f"placements, {overlap}"] = server.rebalancer.report()
         server.close()

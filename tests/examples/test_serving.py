@@ -48,7 +48,8 @@ def expected() -> list[list[int]]:
 
 
 WAYS = (
-    "nccl_ep, fixed", "nccl_ep, auto", "nccl_ep, fixed, overlap", "all_to_all_single, fixed", "deep_ep, fixed",
+    "nccl_ep, fixed", "nccl_ep, auto", "nccl_ep, fixed, overlap", "nccl_ep_arrivals, fixed", "all_to_all_single, fixed",
+    "deep_ep, fixed",
     "all on rank 0", "arriving", "nccl_ep, rebalanced", "nccl_ep, rebalanced, overlap",
 )  # fmt: skip
 
@@ -74,6 +75,12 @@ def test_bits_do_not_depend_on_batch_or_rank(way: str, served: Served) -> None:
     for got, want in zip(bits_of(served[way]), bits_of(served["nccl_ep, fixed"]), strict=False):
         assert torch.equal(got, want)
     assert len(served[way]) >= 3
+
+
+def test_experts_that_begin_while_rows_come_have_the_bits_of_one_step_behind_the_other(served: Served) -> None:
+    got, want = bits_of(served["nccl_ep_arrivals, fixed"]), bits_of(served["nccl_ep_arrivals, one behind"])
+    assert len(got) == len(want) >= 3
+    assert all(torch.equal(*each) for each in zip(got, want, strict=True))
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -201,7 +208,7 @@ def test_the_summary_has_the_percentiles_of_latency() -> None:
 
 def test_what_cannot_be_served_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, text in (
-        ("--exchange nccl", "nccl is none of nccl_ep, all_to_all_single, deep_ep"),
+        ("--exchange nccl", "nccl is none of nccl_ep, nccl_ep_arrivals, all_to_all_single, deep_ep"),
         ("--prompt 8-32 --output 4-16 --max-length 32", "--max-length is 32, prompt and output need 49"),
     ):
         with pytest.raises(SystemExit):

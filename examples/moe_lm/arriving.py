@@ -1,0 +1,33 @@
+"""A prefill whose experts begin while rows still come: the layer of examples/overlapped_moe. It has no gradient."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+import nccl_ep
+from examples.overlapped_moe.layer import Experts as Weights
+from examples.overlapped_moe.layer import MoeLayer
+
+from .experts import Experts
+
+CPU_ROWS, GPU_ROWS = 8, 128  # of a block
+
+
+class Arriving:
+    """Dispatch, experts, combine, in high throughput. ``max_tokens``: of a rank. On GPUs of bf16, H a multiple of 256
+    and an expert's inner size one of 128. ``overlaps``: False does the same one step behind the other."""
+
+    name = "nccl_ep_arrivals"
+
+    def __init__(self, buffer: nccl_ep.Buffer, num_experts: int, max_tokens: int, topk: int) -> None:
+        self.buffer, self.overlaps = buffer, True
+        rows = CPU_ROWS if buffer.device.type == "cpu" else GPU_ROWS
+        self.how = {"num_experts": num_experts, "max_tokens": max_tokens, "topk": topk, "rows_per_block": rows}
+        self.layer: MoeLayer | None = None  # of the model's first call: it has room for as many experts as that has
+
+    def __call__(self, x: Tensor, idx: Tensor, weights: Tensor, experts: Experts) -> Tensor:
+        own = Weights(experts.up.to(x.dtype).transpose(1, 2), experts.down.to(x.dtype).transpose(1, 2))
+        if self.layer is None:
+            self.layer = MoeLayer(self.buffer, own, mode="ht", **self.how)
+        self.layer.experts = own
+        return self.layer(x, experts.choose(idx), weights, overlaps=self.overlaps)
