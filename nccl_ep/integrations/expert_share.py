@@ -38,6 +38,12 @@ class Share:
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         return whole[self.first : self.first + self.num_local]
 
+    def taken_from(self, given: Any) -> torch.Tensor | None:
+        """This rank's slices of a tensor of all experts; the rank's own of a DTensor that ``Sharder`` made."""
+        if hasattr(given, "to_local") and given.to_local().shape[0] == self.num_local:
+            return given.to_local()  # type: ignore[no-any-return]
+        return self.of(_plain(given)) if given.shape[0] == self.num_experts else None
+
     def __reduce__(self) -> Any:
         """Of pickle and copy.deepcopy: ``torch.save(model)`` comes here."""
         raise UsageError(
@@ -117,33 +123,46 @@ def sharded_state_dict(model: torch.nn.Module) -> dict[str, Any]:
 
     Raises: UsageError for a model whose experts are not shared out; TypeError where the group is no process group.
     """
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor, Shard
+    with _standing_in(model, Sharder("sharded_state_dict")):
+        return dict(model.state_dict())
 
-    meshes: dict[int, DeviceMesh] = {}
 
-    def sharded(share: Share, name: str, own: torch.Tensor) -> torch.Tensor:
+class Sharder:
+    """Makes DTensors over the ranks of the group of tensors with a slice for each of the rank's experts."""
+
+    def __init__(self, caller: str) -> None:
+        self._caller = caller
+        self._meshes: dict[int, Any] = {}
+
+    def __call__(self, share: Share, name: str, own: torch.Tensor) -> torch.Tensor:
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.tensor import DTensor, Shard
+
         group = share.buffer.group
         if not isinstance(group, dist.ProcessGroup):
             raise TypeError(
-                f"group is a {type(group).__name__}, must be a torch process group for sharded_state_dict: "
+                f"group is a {type(group).__name__}, must be a torch process group for {self._caller}: "
                 "call full_state_dict"
             )
         if isinstance(own, DTensor):
-            raise TypeError(f"{name} is a DTensor already: call full_state_dict")
-        mesh = meshes.setdefault(id(group), DeviceMesh.from_group(group, own.device.type))
-        return DTensor.from_local(own.detach(), mesh, [Shard(0)], run_check=False)
+            raise TypeError(f"{name} is a DTensor already, which {self._caller} does not take: call full_state_dict")
+        if id(group) not in self._meshes:
+            self._meshes[id(group)] = DeviceMesh.from_group(group, own.device.type)
+        return DTensor.from_local(own.detach(), self._meshes[id(group)], [Shard(0)], run_check=False)
 
-    with _standing_in(model, sharded):
-        return dict(model.state_dict())
+
+def shared_modules(model: torch.nn.Module) -> list[tuple[torch.nn.Module, Share]]:
+    """Raises UsageError where there is none."""
+    shared = [(module, share) for module in model.modules() if (share := share_of(module)) is not None]
+    if not shared:
+        raise UsageError(f"the experts of this {type(model).__name__} are not shared out: call its state_dict()")
+    return shared
 
 
 @contextlib.contextmanager
 def _standing_in(model: torch.nn.Module, make: Callable[[Share, str, torch.Tensor], torch.Tensor]) -> Iterator[bool]:
     """What ``make`` returns stands in for the experts in ``state_dict()`` meanwhile. Whether this is rank 0."""
-    shared = [(module, share) for module in model.modules() if (share := share_of(module)) is not None]
-    if not shared:
-        raise UsageError(f"the experts of this {type(model).__name__} are not shared out: call its state_dict()")
+    shared = shared_modules(model)
     try:
         for module, share in shared:
             own = {name: _own(module, share, name) for name in share.names}
@@ -204,12 +223,11 @@ def _take_share(
         given = state_dict.get(prefix + name)
         if given is None or given.dim() == 0:
             continue
-        if hasattr(given, "to_local") and given.to_local().shape[0] == share.num_local:  # of sharded_state_dict
-            state_dict[prefix + name] = given.to_local()
-        elif given.shape[0] == share.num_experts:
-            own = share.of(_plain(given))
+        own = share.taken_from(given)
+        if own is not None:
             # A view would keep all experts in memory where it becomes the parameter.
-            state_dict[prefix + name] = own.clone() if metadata.get("assign_to_params_buffers") else own
+            is_view = own.untyped_storage().nbytes() > own.nbytes
+            state_dict[prefix + name] = own.clone() if is_view and metadata.get("assign_to_params_buffers") else own
         else:
             del state_dict[prefix + name]
             errors.append(

@@ -24,8 +24,15 @@ from ..checks import MAX_TOPK
 from ..errors import SystemError, UsageError
 from ..functional import combine, dispatch
 from .expert_share import _STATE, Share, full_state_dict, keep_share, sharded_state_dict, share_of, stacks_of, whole
+from .optimizer_share import sharded_optimizer_state_dict, watch_optimizers_of
 
-__all__ = ["full_state_dict", "save_pretrained", "sharded_state_dict", "use_expert_parallel"]
+__all__ = [
+    "full_state_dict",
+    "save_pretrained",
+    "sharded_optimizer_state_dict",
+    "sharded_state_dict",
+    "use_expert_parallel",
+]
 
 NAME = "nccl_ep"
 
@@ -97,7 +104,8 @@ def use_expert_parallel(
     All ranks must run the same forward and backward passes (``generate(synced_gpus=True)``); a rank may have no tokens.
     ``model.state_dict()`` raises afterwards if there are several ranks, as it would lack the other ranks' experts:
     ``save_pretrained``, ``full_state_dict`` and ``sharded_state_dict`` of this module stand in for it.
-    ``model.load_state_dict()`` takes the tensors of all experts, and keeps this rank's.
+    ``model.load_state_dict()`` takes the tensors of all experts, and keeps this rank's. The same holds for the
+    ``state_dict`` of an optimizer, which is made after this call: ``sharded_optimizer_state_dict`` stands in for it.
 
     Raises: TypeError for a model without such experts; ValueError if they do not divide over the ranks, or are shared
     out already; otherwise as ``nccl_ep.Buffer``.
@@ -113,6 +121,8 @@ def use_expert_parallel(
     buffer = Buffer.for_shapes(group if group is not None else rendezvous, **shapes)
     kept: dict[int, torch.Tensor] = {}
     for module, its_own in zip(layers.values(), computes, strict=True):
+        if rendezvous.size() > 1:
+            watch_optimizers_of(module)
         share = Share(buffer, rendezvous, shapes["hidden"], shapes["dtype"], module.num_experts, its_own)
         keep_share(module, share, kept)
         # Of its own: the model's is shared with whatever else was made of it, and says what others may change.

@@ -20,7 +20,9 @@ import torch.distributed.checkpoint as dcp  # noqa: E402
 from torch.distributed.checkpoint.state_dict import (  # noqa: E402
     StateDictOptions,
     get_model_state_dict,
+    get_optimizer_state_dict,
     set_model_state_dict,
+    set_optimizer_state_dict,
 )
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
@@ -28,6 +30,7 @@ import nccl_ep  # noqa: E402
 from nccl_ep.integrations.transformers import (  # noqa: E402
     full_state_dict,
     save_pretrained,
+    sharded_optimizer_state_dict,
     sharded_state_dict,
     use_expert_parallel,
 )
@@ -229,6 +232,121 @@ def test_dcp_at_another_number_of_ranks(tmp_path: Path) -> None:
     (tmp_path / "read").mkdir()
     found = run_processes(4, read_dcp, tmp_path / "read", str(tmp_path / "dcp"))
     assert_same({name: torch.from_numpy(each) for name, each in found[0].items()}, changed(MIXTRAL))
+
+
+def adam_step(model: Any, optimizer: Any, ranks: int) -> None:
+    model(IDS, labels=IDS).loss.backward()
+    for name, each in model.named_parameters():
+        if each.grad is not None and ".experts." in name and "shared" not in name:
+            each.grad /= ranks
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def adam_of(model: Any) -> torch.optim.Optimizer:
+    """In two groups, experts in the first; a large eps, so that small differences of gradients stay small."""
+    experts = [each for module in experts_of(model) for each in module.parameters()]
+    ids = {id(each) for each in experts}
+    rest = [each for each in model.parameters() if id(each) not in ids]
+    return torch.optim.AdamW([{"params": experts, "lr": 0.01}, {"params": rest}], lr=0.02, eps=1e-3)
+
+
+def write_optimizer(rank: int, folder: str) -> None:
+    model = tiny_model(MIXTRAL)
+    with use_expert_parallel(model, dist.group.WORLD, **OPTIONS):
+        optimizer = adam_of(model)
+        adam_step(model, optimizer, dist.get_world_size())
+        optimizer.param_groups[0]["lr"] = 0.03
+        state = {"model": sharded_state_dict(model), "optimizer": sharded_optimizer_state_dict(model, optimizer)}
+        dcp.save(state, checkpoint_id=folder)
+
+
+def read_optimizer(rank: int, folder: str) -> dict[str, Any]:
+    model = tiny_model(MIXTRAL)
+    with use_expert_parallel(model, dist.group.WORLD, **OPTIONS):
+        optimizer = adam_of(model)
+        state = {"model": sharded_state_dict(model), "optimizer": sharded_optimizer_state_dict(model, optimizer)}
+        dcp.load(state, checkpoint_id=folder)
+        set_model_state_dict(model, state["model"])
+        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+        assert optimizer.param_groups[0]["lr"] == 0.03
+        adam_step(model, optimizer, dist.get_world_size())
+        return {name: each.numpy() for name, each in full_state_dict(model).items()}
+
+
+def test_an_optimizer_goes_on_at_another_number_of_ranks(tmp_path: Path) -> None:
+    (tmp_path / "write").mkdir()
+    run_processes(2, write_optimizer, tmp_path / "write", str(tmp_path / "dcp"))
+    (tmp_path / "read").mkdir()
+    found = run_processes(4, read_optimizer, tmp_path / "read", str(tmp_path / "dcp"))
+    want = tiny_model(MIXTRAL)
+    optimizer = adam_of(want)
+    adam_step(want, optimizer, 1)
+    optimizer.param_groups[0]["lr"] = 0.03
+    adam_step(want, optimizer, 1)
+    assert_same({name: torch.from_numpy(each) for name, each in found[0].items()}, want)
+
+
+STATE_DICTS: dict[str, Callable[[Any, torch.optim.Optimizer], Any]] = {
+    "its own": lambda _, optimizer: optimizer.state_dict(),
+    "get_optimizer_state_dict": get_optimizer_state_dict,
+    "full": lambda *both: get_optimizer_state_dict(*both, options=StateDictOptions(full_state_dict=True)),
+}
+
+
+@pytest.mark.parametrize("way", STATE_DICTS)
+def test_what_would_lose_states_of_experts_says_what_to_call(way: str) -> None:
+    def body(group: Any) -> None:
+        model = tiny_model(MIXTRAL)
+        with use_expert_parallel(model, group, **OPTIONS):
+            optimizer = adam_of(model)
+            adam_step(model, optimizer, 2)
+            text = r"has experts [02] to [13] of 4: the optimizer's .* call, on all ranks, sharded_optimizer_state_dict"
+            with pytest.raises(nccl_ep.UsageError, match=text):
+                STATE_DICTS[way](model, optimizer)
+            with pytest.raises(TypeError, match="group is a ThreadGroup, must be a torch process group"):
+                sharded_optimizer_state_dict(model, optimizer)
+
+    run_ranks(2, body)
+
+
+def test_an_optimizer_takes_the_states_of_all_experts() -> None:
+    alone = tiny_model(MIXTRAL)
+    optimizer = adam_of(alone)
+    adam_step(alone, optimizer, 1)
+    whole, before = copy.deepcopy((optimizer.state_dict(), alone))
+    adam_step(alone, optimizer, 1)
+
+    def body(group: Any) -> dict[str, Any]:
+        model = copy.deepcopy(before)
+        with use_expert_parallel(model, group, **OPTIONS):
+            mine = adam_of(model)
+            if group.rank() == 0:  # the other's first step is after the load
+                mine.step()
+            mine.load_state_dict(copy.deepcopy(whole))  # torch keeps the tensors of the others
+            adam_step(model, mine, 2)
+            for each in experts_of(model)[0].parameters():
+                kept = mine.state[each]["exp_avg"]
+                assert kept.shape == each.shape and kept.untyped_storage().nbytes() == kept.nbytes
+            part = copy.deepcopy(whole)
+            part["state"][0]["exp_avg"] = part["state"][0]["exp_avg"][:2]
+            with pytest.raises(nccl_ep.UsageError, match="exp_avg of gate_up_proj has 2 experts, must have all 4"):
+                mine.load_state_dict(part)
+            return full_state_dict(model)
+
+    assert_same(run_ranks(2, body)[0], alone)
+
+
+def test_an_optimizer_that_was_made_before_the_experts_were_shared_out() -> None:
+    def body(group: Any) -> None:
+        model = tiny_model(MIXTRAL)
+        optimizer = adam_of(model)
+        with use_expert_parallel(model, group, **OPTIONS):
+            model(IDS, labels=IDS).loss.backward()
+            with pytest.raises(nccl_ep.UsageError, match=r"AdamW was made before use_expert_parallel.*make it after"):
+                optimizer.step()
+
+    run_ranks(2, body)
 
 
 def save_beside_rank_0(rank: int, folder: str) -> None:
