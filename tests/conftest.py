@@ -17,8 +17,6 @@ from tests.c.case import run
 if not torch.cuda.is_available():
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start
-# Else Inductor first compiles a program for each kind of vector instructions that the CPU has.
-os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ from tests.support.harness import make_buffer
 
 @pytest.mark.parametrize(
     "how",
-    [{"mode": "ll"}, {"mode": "ht"}, {"mode": "ht", "capacity": "exact"}],
+    [pytest.param({"mode": "ll"}, marks=pytest.mark.slow), {"mode": "ht"}, {"mode": "ht", "capacity": "exact"}],
     ids=["ll", "ht", "exact"],
 )
 def test_inductor_gives_the_eager_calls_bits(how: dict[str, Any]) -> None:

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 import threading
 import types
 from pathlib import Path
@@ -32,13 +30,14 @@ from bench.rivals import interface, torch_all_to_all
 from bench.world import Skipped
 from nccl_ep import reference
 from tests import ROOT
+from tests.support.processes import run_python
 
 SYSTEMS = {"nccl_ep", "torch_all_to_all", "torch_symm_mem"}
 
 
 def run(*command: str, code: int = 0) -> str:
     env = os.environ | {"PYTHONPATH": str(ROOT), "NCCL_EP_REVISION": "some-revision"}
-    done = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=600, cwd=ROOT)
+    done = run_python(*command, environment=env, timeout=600, cwd=ROOT)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import ROOT
+from tests.support.processes import run_python
 
 IMPORTS = """
 import deep_ep, deep_ep.utils, deep_ep_cpp, deep_ep._C, importlib.util
@@ -38,8 +39,8 @@ assert deep_ep.__version__.startswith("2.") and set(deep_ep.__all__) == set(nccl
 
 def python(code: str, *arguments: str, path: str = "", cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, [str(ROOT), path])), OMP_NUM_THREADS="1")
-    command = [sys.executable, *(["-c", code] if code else []), *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, cwd=cwd)
+    command = [*(["-c", code] if code else []), *arguments]
+    return run_python(*command, environment=environment, timeout=300, cwd=cwd or Path.cwd())
 
 
 def shims() -> str:

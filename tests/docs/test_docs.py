@@ -2,8 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
 from math import comb
 from pathlib import Path
 
@@ -11,7 +9,7 @@ import pytest
 
 from tests import ROOT
 from tests.support.gpus import needs_gpu, several_gpus
-from tests.support.processes import run_program
+from tests.support.processes import run_python
 
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -33,16 +31,14 @@ def blocks(language: str) -> list:
 
 def run(*arguments: str, **variables: str) -> str:
     environment = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", **variables)
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env=environment, timeout=TIME_LIMIT, capture_output=True, text=True
-    )
+    done = run_python(*arguments, cwd=ROOT, environment=environment, timeout=TIME_LIMIT)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout
 
 
 @pytest.mark.parametrize("code", [block for block in blocks("python") if "LOCAL_RANK" not in block.values[0]])
-def test_a_python_block_runs(code: str, tmp_path: Path) -> None:
-    run_program(code, tmp_path, ROOT, TIME_LIMIT)
+def test_a_python_block_runs(code: str) -> None:
+    run("-c", code)
 
 
 @pytest.mark.parametrize(

@@ -25,14 +25,15 @@ from nccl_ep.doctor.facts import Facts, Gpu, collect, join_links, parse_topology
 from nccl_ep.doctor.findings import NCCL_TRIED, TORCH_TRIED, judge, judge_nccl, judge_torch, plan
 from nccl_ep.testing import run_ranks
 from tests import ROOT
+from tests.support.processes import run_python
 
 HAS_GPU = torch.cuda.is_available()
 
 
 def run(*arguments: str, code: int, first_path: Path | None = None) -> str:
     path = os.pathsep.join(filter(None, [str(first_path or ""), str(ROOT)]))
-    command = [sys.executable, "-m", "nccl_ep.doctor", *arguments]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=600)
+    environment = os.environ | {"PYTHONPATH": path}
+    done = run_python("-m", "nccl_ep.doctor", *arguments, environment=environment, timeout=600, cwd=Path.cwd())
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout
 

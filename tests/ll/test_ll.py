@@ -1,21 +1,20 @@
-"""Low-latency dispatch and combine on CPU ranks: bit for bit what the oracle says, for thousands of random cases."""
+"""Low-latency dispatch and combine on CPU ranks: bit for bit what the oracle says, for many random cases."""
 
 import os
 
 import pytest
 
-from tests.support.cases import generate
+from tests.support.cases import ENOUGH, generate, seeds
 from tests.support.coverage import Coverage
 from tests.support.expected import large_cases
 from tests.support.harness import check_case
 
-# `make test-all` runs five times as many.
-NUM_CASES = int(os.environ.get("NCCL_EP_CASES", "10000" if os.environ.get("NCCL_EP_TEST_ALL") else "2000"))
+NUM_CASES = int(os.environ.get("NCCL_EP_CASES", "10000" if os.environ.get("NCCL_EP_TEST_ALL") else ENOUGH))
 
 
 def test_generated_cases_give_the_oracles_bits(capsys: pytest.CaptureFixture[str]) -> None:
     coverage = Coverage()
-    for seed in range(NUM_CASES):
+    for seed in seeds(NUM_CASES):
         case = generate(seed)
         results = check_case(case, staged=seed % 3 == 1, network_seed=seed % 4)
         coverage.add(case, results)

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import multiprocessing
 import os
 import pickle
+import runpy
 import signal
+import subprocess
+import sys
+import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+
+from nccl_ep.doctor import ranks as launching
 
 # Children of a server that has torch loaded start at once, and like spawned ones inherit nothing of this process.
 _context = multiprocessing.get_context("forkserver")
@@ -101,28 +109,87 @@ def run_processes(
     return [outcome.value for outcome in outcomes]
 
 
-def run_program(code: str, directory: Path, cwd: Path, timeout: float) -> str:
-    """What a program printed, which runs in a process of its own, in `cwd`. Fails if that did not exit with 0."""
-    path = directory / "printed"
-    process = _context.Process(target=_run_program, args=(code, path, cwd))
-    process.start()
-    process.join(timeout)
-    if process.is_alive():
-        process.kill()
-        process.join()
-        raise AssertionError(f"the program still runs after {timeout} s:\n{path.read_text()}")
-    assert process.exitcode == 0, path.read_text()
-    return path.read_text()
+# ---- Programs
 
 
-def _run_program(code: str, printed: Path, cwd: Path) -> None:
-    with open(printed, "w") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
+def run_python(
+    *arguments: str, cwd: Path, environment: Mapping[str, str], timeout: float
+) -> subprocess.CompletedProcess[str]:
+    """``python *arguments`` (-c, -m, or a file), and what it printed, in a process that has torch and nccl_ep already.
+
+    So have the ranks that a Launcher starts there. It suits whatever does not ask how these two are imported.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        streams = (f"{folder}/stdout", f"{folder}/stderr")
+        program = _Python([sys.executable, *arguments], dict(environment), streams, cwd)
+        code = program.wait(timeout)
+        out, err = (Path(each).read_text() if os.path.exists(each) else "" for each in streams)
+    assert code is not None, f"the program still runs after {timeout} s:\n{out}{err}"
+    return subprocess.CompletedProcess(arguments, code, out, err)
+
+
+class _Python:
+    """As a subprocess.Popen of this Python."""
+
+    streams: ClassVar = ("", "")  # files of this process, for programs that it starts
+
+    def __init__(
+        self, command: list[str], env: dict[str, str], streams: tuple[str, str] | None = None, cwd: Path | None = None
+    ) -> None:
+        assert command[0] == sys.executable, command
+        args = (command[1:], env, streams or self.streams, str(cwd or os.getcwd()))
+        self._process = _context.Process(target=_as_python, args=args)
+        self._process.start()
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            self.kill()
+            self._process.join()
+            return None
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+
+def _as_python(arguments: list[str], environment: dict[str, str], streams: tuple[str, str], cwd: str) -> None:
+    for number, path in enumerate(streams, 1):
+        with open(path, "a") as file:
+            os.dup2(file.fileno(), number)
+    _Python.streams = streams
+    launching.subprocess = types.SimpleNamespace(Popen=_Python)  # type: ignore[assignment]
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    torch.set_num_threads(1)
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "1")))
     os.chdir(cwd)
-    exec(compile(code, "<program>", "exec"), {"__name__": "__main__"})
+    how, *rest = arguments
+    first = os.path.dirname(os.path.abspath(how))
+    if how in ("-c", "-m"):
+        how, first = arguments[1], "" if how == "-c" else cwd
+        rest = arguments[2:]
+    folders = list(filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)))
+    sys.path[:0] = [first, *folders]
+    for start in filter(os.path.exists, (f"{folder}/sitecustomize.py" for folder in folders)):
+        runpy.run_path(start)
+    sys.argv = ["-c" if arguments[0] == "-c" else how, *rest]
+    try:
+        if arguments[0] == "-m":
+            runpy.run_module(how, run_name="__main__", alter_sys=True)
+        elif arguments[0] == "-c":
+            exec(compile(how, "<string>", "exec"), {"__name__": "__main__"})
+        else:
+            runpy.run_path(how, run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()
 
 
 def _run(rank: int, num_ranks: int, store: str, sender: Connection, body: Callable[..., Any], args: Any) -> None:

@@ -2,7 +2,7 @@
 // none: it writes down what it is asked. A module of Python for tests/torch_events/checks.py.
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <pybind11/stl.h>
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include "torch/call/stream_event.cc"
 #include "torch/common/lock.cc"

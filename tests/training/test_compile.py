@@ -25,7 +25,18 @@ KINDS: dict[str, dict[str, Any]] = {
     "ht packed, exact": {"mode": "ht", "layout": "packed", "capacity": "exact"},
     "ht flat, exact": {"mode": "ht", "layout": "flat", "capacity": "exact"},
 }
-EXACT = [name for name in KINDS if "exact" in name]
+
+
+def with_inductor(kinds: list[str], quick: str, *backends: str) -> list[Any]:
+    """(backend, kind) of all; Inductor, which calls g++ each time, with ``quick`` alone in `make test`."""
+    return [
+        pytest.param(
+            backend, kind, id=f"{backend}-{kind}",
+            marks=pytest.mark.slow if backend == "inductor" and kind != quick else (),
+        )
+        for kind in kinds
+        for backend in (*backends, "inductor")
+    ]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -80,8 +91,7 @@ def check_equal(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "kind"), with_inductor(list(KINDS), "ht packed, exact", "eager", "aot_eager"))
 def test_layers_with_a_buffer_each_compile_once(backend: str, kind: str) -> None:
     """One compilation for a number of tokens, one for any number; more buffers and numbers need none."""
     counter = CompileCounterWithBackend(backend)
@@ -99,7 +109,7 @@ def test_layers_with_a_buffer_each_compile_once(backend: str, kind: str) -> None
 
 
 @pytest.mark.parametrize("how", [{"weighting": "home"}, {"split": True}, {"split": True, "weighting": "home"}])
-@pytest.mark.parametrize("backend", BACKENDS[1:])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_compiled_layer_trains_alike_by_every_way_of_calling(backend: str, how: dict[str, Any]) -> None:
     with make_buffer(None) as buffer:
         layer = Layer(buffer, **how, **KINDS["ll packed"])
@@ -109,8 +119,10 @@ def test_a_compiled_layer_trains_alike_by_every_way_of_calling(backend: str, how
         check_equal(train_step(layer, x), want)
 
 
-@pytest.mark.parametrize("kind", ["ll expert_major", "ht packed", "ht packed, exact"])
-@pytest.mark.parametrize("backend", BACKENDS[1:])
+@pytest.mark.parametrize(
+    ("backend", "kind"),
+    with_inductor(["ll expert_major", "ht packed", "ht packed, exact"], "ll expert_major", "aot_eager"),
+)
 def test_a_compiled_layer_of_two_ranks_trains_as_the_eager_one(backend: str, kind: str) -> None:
     def body(group: Any) -> None:
         how = KINDS[kind] | ({"capacity": 16} if kind == "ht expert_major" else {})
@@ -148,8 +160,9 @@ def test_a_compiled_model_with_a_loop_over_layers_trains_alike() -> None:
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
-@pytest.mark.parametrize("kind", ["ll packed", "ht packed", "ht packed, exact"])
+@pytest.mark.parametrize(
+    ("backend", "kind"), with_inductor(["ll packed", "ht packed", "ht packed, exact"], "ht packed", "eager")
+)
 def test_blocks_that_are_compiled_one_by_one_share_a_buffer(backend: str, kind: str) -> None:
     """Another block's calls between a block's forward pass and its backward pass do not matter.
 

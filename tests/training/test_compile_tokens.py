@@ -46,8 +46,17 @@ class Counts:
         return compile_graph
 
 
-@pytest.mark.parametrize("first", FIRST_NUMBERS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "first"),
+    [
+        pytest.param(
+            kind, first, id=f"{kind}-{first}",
+            marks=() if first == "some" or kind in ("ll expert_major", "ht packed, exact") else pytest.mark.slow,
+        )
+        for kind in KINDS
+        for first in FIRST_NUMBERS
+    ],
+)  # fmt: skip
 def test_one_compilation_serves_all_numbers(kind: str, first: str) -> None:
     counts = Counts()
     with make_buffer(None, max_tokens=32) as buffer:
@@ -59,7 +68,9 @@ def test_one_compilation_serves_all_numbers(kind: str, first: str) -> None:
             assert counts.made == [1, 1]
 
 
-@pytest.mark.parametrize("kind", ["ll packed", "ht packed", "ht packed, exact"])
+@pytest.mark.parametrize(
+    "kind", ["ll packed", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("ht packed", "ht packed, exact"))]
+)
 def test_inductor_compiles_once_for_all_numbers(kind: str) -> None:
     counter = CompileCounterWithBackend("inductor")
     with make_buffer(None, max_tokens=32) as buffer:
