@@ -14,7 +14,7 @@ from examples.moe_lm.a2sgd import Traffic, a2sgd_hook, rebuild, two_means
 from examples.moe_lm.data import Corpus
 from examples.moe_lm.model import load_balancing_loss
 from examples.moe_lm.ranks import world_of
-from tests.examples.ranks import SIZES, SMALL, STEPS, train_each
+from tests.examples.ranks import COMPARED, SIZES, SMALL, STEPS, train_each
 from tests.support.processes import run_processes
 
 Reports = dict[str, dict[str, Any]]
@@ -30,8 +30,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def on_two(folder: Path) -> Reports:
     runs = {
         "first": f"--steps {STEPS} --deterministic",
-        "again": f"--steps {STEPS} --deterministic",
-        "baseline": f"--steps {STEPS} --exchange all_to_all_single",
+        "again": f"--steps {COMPARED} --deterministic",
+        "baseline": f"--steps {COMPARED} --exchange all_to_all_single",
         "a2sgd": f"--steps {STEPS} --dense-grads a2sgd",
         "saved": f"{SHORT} --save {folder}/of_two",
         "on": f"{SHORT} --load {folder}/of_two",
@@ -58,7 +58,7 @@ def on_two(folder: Path) -> Reports:
 def on_one(folder: Path, on_two: Reports) -> Reports:
     """After the two have saved."""
     runs = {
-        "first": f"--steps {STEPS}",
+        "first": f"--steps {COMPARED}",
         "on": f"{SHORT} --load {folder}/of_two",
         "saved": f"{SHORT} --save {folder}/of_one",
     }
@@ -74,7 +74,7 @@ def losses(report: dict[str, Any]) -> torch.Tensor:
 
 def test_two_runs_have_the_same_curve_bit_for_bit(on_two: Reports) -> None:
     assert len(on_two["first"]["losses"]) == STEPS
-    assert on_two["first"]["losses"] == on_two["again"]["losses"]
+    assert on_two["first"]["losses"][:COMPARED] == on_two["again"]["losses"]
 
 
 def test_the_model_learns(on_two: Reports) -> None:
@@ -83,7 +83,7 @@ def test_the_model_learns(on_two: Reports) -> None:
 
 
 def test_curve_is_that_of_one_rank_and_of_the_baseline(on_two: Reports, on_one: Reports) -> None:
-    curve = losses(on_two["first"])
+    curve = losses(on_two["first"])[:COMPARED]
     torch.testing.assert_close(losses(on_one["first"]), curve, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(losses(on_two["baseline"]), curve, rtol=1e-4, atol=1e-4)
 

@@ -21,7 +21,7 @@ def _run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("mode", ["ll", "ht"])
+@pytest.mark.parametrize("mode", [pytest.param("ll", marks=pytest.mark.slow), "ht"])
 def test_two_nodes_on_one_host_send_rows_to_one_another(mode: str) -> None:
     done = _run("--local", "--mode", mode, "--tokens", "16", "--hidden", "64", "--steps", "2")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -27,9 +27,10 @@ import torch.distributed as dist
 
 from nccl_ep.doctor import ranks as launching
 
-# Children of a server that has torch loaded start at once, and like spawned ones inherit nothing of this process.
+# Children of a server that has loaded what most need start at once, and like spawned ones inherit nothing of this one.
+# The reference brings torch._dynamo, FSDP and more of torch.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "nccl_ep"])
+_context.set_forkserver_preload(["torch", "nccl_ep", "nccl_ep.reference", "pytest", "tests.support.harness"])
 
 
 @dataclass
