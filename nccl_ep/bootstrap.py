@@ -310,6 +310,8 @@ def rendezvous_of(group: Any, comm: Any = None) -> Rendezvous:
         if not hasattr(comm, "Get_rank"):
             raise TypeError(f"comm is a {type(comm).__name__}, must be an mpi4py communicator")
         return MpiRendezvous(comm)
+    if isinstance(group, type):
+        raise TypeError(f"group is the class {group.__name__}, must be one of its objects")
     if hasattr(group, "Get_rank"):
         return MpiRendezvous(group)
     if dist.is_available() and isinstance(group, dist.ProcessGroup):

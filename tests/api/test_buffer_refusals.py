@@ -196,6 +196,8 @@ def test_what_is_not_a_group() -> None:
         TypeError, match="group is a int: must be a torch process group, a DeviceMesh of one dimension, None"
     ):
         nccl_ep.Buffer(3, device="cpu")
+    with pytest.raises(TypeError, match="group is the class ProcessGroup, must be one of its objects"):
+        nccl_ep.Buffer(torch.distributed.ProcessGroup, device="cpu")
 
 
 class _OwnProcessGroup(dist.ProcessGroup):
