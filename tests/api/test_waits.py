@@ -21,6 +21,7 @@ from nccl_ep import deep_ep
 from nccl_ep.testing import ThreadGroup, run_ranks
 from tests import ROOT
 from tests.support.patience import PATIENCE, Clock
+from tests.support.processes import run_python
 
 X, IDS = torch.ones(2, 64, dtype=torch.bfloat16), torch.tensor([[0, 1], [1, 0]])
 SIZES: dict[str, Any] = {
@@ -176,10 +177,8 @@ _BUSY = 6  # loops
 
 
 def _interrupted(name: str) -> float:
-    done = subprocess.run(
-        [sys.executable, "-c", _PROGRAM, name], cwd=ROOT, capture_output=True, text=True, timeout=2 * PATIENCE,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = run_python("-c", _PROGRAM, name, environment=environment, cwd=ROOT, timeout=2 * PATIENCE)
     assert done.stdout.startswith("took "), f"{name}: {done.stdout}\n{done.stderr}"
     return float(done.stdout.split()[1])
 

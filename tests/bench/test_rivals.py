@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,15 +17,14 @@ from bench.rivals import interface, picture, run, table
 from bench.workload import make_inputs
 from tests import ROOT
 from tests.bench.test_bench import shape
+from tests.support.processes import run_python
 
 RECORD = ROOT / "records/rivals_4xh100_2026-11-28.json"
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "bench", "rivals", *arguments]
-    return subprocess.run(
-        command, env=os.environ | {"NCCL_EP_REVISION": "r"}, cwd=ROOT, capture_output=True, text=True, timeout=600
-    )
+    environment = os.environ | {"NCCL_EP_REVISION": "r"}
+    return run_python("-m", "bench", "rivals", *arguments, environment=environment, cwd=ROOT, timeout=600)
 
 
 def test_the_table_of_readme_is_that_of_its_record() -> None:

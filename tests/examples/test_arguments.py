@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import pytest
 from examples.moe_lm import serve, train
 from tests import ROOT
 from tests.examples.test_checkpoint import data, save
+from tests.support.processes import run_python
 
 OF_BOTH = [
     ("--ranks 0", "--ranks is 0, must be a whole number of 1 or more"),
@@ -187,10 +188,8 @@ def test_what_is_right_is_taken(folder: Path) -> None:
 
 
 def test_no_rank_starts_where_a_folder_is_missing(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "examples.moe_lm.train", "--device", "cpu", "--load", str(tmp_path / "nosuch")],
-        cwd=ROOT, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    program = ("-m", "examples.moe_lm.train", "--device", "cpu", "--load", str(tmp_path / "nosuch"))
+    done = run_python(*program, environment=os.environ, cwd=ROOT, timeout=120)
     assert done.returncode == 2 and done.stdout == ""
     assert (
         done.stderr == f"python -m examples.moe_lm.train: --load is {tmp_path}/nosuch: {tmp_path}/nosuch is no folder\n"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from examples.moe_lm.model import Model
 from examples.moe_lm.one_rank import one_rank
 from tests import ROOT
 from tests.examples.ranks import SERVING, SIZES, fails, load, serve_each
-from tests.support.processes import run_processes
+from tests.support.processes import run_processes, run_python
 
 Served = dict[str, list[Request]]
 SAYS_NOTHING = "CPU ranks share the cores of this machine: their times say nothing about GPUs"
@@ -152,10 +151,7 @@ def test_a_bad_request_is_refused_and_the_others_are_served(served: Served, expe
 def test_the_program_says_what_it_serves_and_no_nan(tmp_path: Path) -> None:
     """One request of one token has no time between tokens. On three ranks two have nothing to serve."""
     arguments = f"{SIZES} --experts 6 --ranks 3 --requests 1 --output 1 --report {tmp_path}/report.json"
-    done = subprocess.run(
-        [sys.executable, "-m", "examples.moe_lm.serve", *arguments.split()],
-        cwd=ROOT, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    done = run_python("-m", "examples.moe_lm.serve", *arguments.split(), environment=os.environ, cwd=ROOT, timeout=300)
     said = done.stdout
     assert "TPOT       - /       -" in said and "nan" not in said.lower() and done.stderr == ""
     assert said.splitlines()[0] == "serving 1 requests, all at once, nccl_ep, on 3 CPU ranks .."
