@@ -8,8 +8,12 @@
 namespace ep {
 
 template <class Params>
+EP_HD bool has_bias(const Params& p) {
+  return p.bias[0] != nullptr || p.bias[1] != nullptr;
+}
+template <class Params>
 __device__ __forceinline__ bool begins_with_bias(const Params& p) {
-  return (p.bias[0] != nullptr || p.bias[1] != nullptr) && p.options.scale == 1.0f;
+  return has_bias(p) && p.options.scale == 1.0f;
 }
 
 // Where a lane's first numbers are, in the output and in the biases. `rest`: lanes' worths from there to the end of the
@@ -50,6 +54,12 @@ __device__ __forceinline__ void begin_home_sum(const Params& p, const PlaceOf& p
 }
 
 template <DType kOut, int kSteps, int kCount, class Params>
+__device__ __forceinline__ void store_terms(const Params& p, const HomePlace& place,
+                                            const float (&sum)[kSteps][kCount]) {
+  store_steps<kOut>(static_cast<char*>(p.out) + place.row, place.lane_index, place.rest, sum);
+}
+
+template <DType kOut, int kSteps, int kCount, class Params>
 __device__ __forceinline__ void store_home_sum(const Params& p, const HomePlace& place, float (&sum)[kSteps][kCount]) {
   if (p.options.scale != 1.0f) {
 #pragma unroll
@@ -59,7 +69,7 @@ __device__ __forceinline__ void store_home_sum(const Params& p, const HomePlace&
     }
     add_biases<kOut>(p, place, sum);
   }
-  store_steps<kOut>(static_cast<char*>(p.out) + place.row, place.lane_index, place.rest, sum);
+  store_terms<kOut>(p, place, sum);
 }
 
 }  // namespace ep

@@ -8,12 +8,15 @@ namespace {
 
 constexpr int kMaxThreads = 32 * HtCombineGeometry::kMaxWarps;
 
-template <DType kIn, DType kWire, DType kOut>
+template <DType kIn, DType kWire, DType kOut, bool kTermsAlone>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     combine_rows(const __grid_constant__ KernelArgs<HtCombineParams> args) {
   EP_DYNAMIC_SHARED(char, shared);
-  ht_combine<kIn, kWire, kOut>(args, BlockPosition::own(), shared);
+  ht_combine<kIn, kWire, kOut, false, kTermsAlone>(args, BlockPosition::own(), shared);
 }
+
+// Biases and the scale have kernels of their own, so that the others have the registers of their sums.
+bool has_terms_alone(const HtCombineParams& p) { return !has_bias(p) && p.options.scale == 1.0f; }
 
 }  // namespace
 }  // namespace ht
@@ -33,7 +36,8 @@ void check_served(const HtCombineParams& p, const Arch&) { check_ht_ranks(p.offs
 void load_ht_combine_kernels() {
   for_all_types([](auto types) {
     using T = decltype(types);
-    load_kernel(&ht::combine_rows<T::in, T::wire, T::out>, kMaxSharedBytes);
+    load_kernel(&ht::combine_rows<T::in, T::wire, T::out, true>, kMaxSharedBytes);
+    load_kernel(&ht::combine_rows<T::in, T::wire, T::out, false>, kMaxSharedBytes);
   });
   load_signalled_ht_combine_kernels();
 }
@@ -44,8 +48,9 @@ void launch(const KernelArgs<HtCombineParams>& args, void* stream) {
   if (args.params.signals.counters != nullptr) return launch_signalled(args, stream);
   with_types(args.params.dtype, args.params.options.wire_dtype, args.params.options.out_dtype, [&](auto types) {
     using T = decltype(types);
-    launch_kernel(&ht::combine_rows<T::in, T::wire, T::out>, args.plan.blocks, args.plan.threads(), args.geometry.bytes,
-                  args.plan.pdl, stream, args);
+    const auto kernel = ht::has_terms_alone(args.params) ? &ht::combine_rows<T::in, T::wire, T::out, true>
+                                                         : &ht::combine_rows<T::in, T::wire, T::out, false>;
+    launch_kernel(kernel, args.plan.blocks, args.plan.threads(), args.geometry.bytes, args.plan.pdl, stream, args);
   });
 }
 

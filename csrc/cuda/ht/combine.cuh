@@ -11,8 +11,8 @@
 namespace ep {
 inline namespace EP_KERNELS {
 
-// kSignalled: rows may still be written (RowSignals).
-template <DType kIn, DType kWire, DType kOut, bool kSignalled = false>
+// kSignalled: rows may still be written (RowSignals). kTermsAlone: the call has no biases and no scale.
+template <DType kIn, DType kWire, DType kOut, bool kSignalled = false, bool kTermsAlone = false>
 __device__ __forceinline__ void ht_combine(const HtArgs<HtCombineParams>& args, BlockPosition at, char* shared) {
   constexpr int kCount = kLaneElements<kIn, kWire, kOut>;
   const HtCombineParams& p = args.params;
@@ -59,7 +59,7 @@ __device__ __forceinline__ void ht_combine(const HtArgs<HtCombineParams>& args, 
 #if defined(EP_NETWORK)
     add_up_domains<kIn, kWire, kOut, kCount>(role, shared);
 #else
-    pull_rows<kIn, kWire, kOut, kCount>(role, shared);
+    pull_rows<kIn, kWire, kOut, kCount, kTermsAlone>(role, shared);
 #endif
     stamp(Stamp::kOwnDone, peers.rank);
   }

@@ -97,7 +97,8 @@ __device__ __forceinline__ void read_values(const HtCombineRole& role, int token
 }
 
 // Some pieces of a token's rows in the order of ranks, as they lie there.
-template <DType kIn, DType kWire, DType kOut, int kLaneCount>
+// kTermsAlone: without biases and without a scale.
+template <DType kIn, DType kWire, DType kOut, int kLaneCount, bool kTermsAlone = false>
 struct PulledRows {
   static constexpr int kCount = kLaneCount, kSteps = CopyRing::kSteps;
   static constexpr int kFailed = INT32_MAX;
@@ -108,9 +109,8 @@ struct PulledRows {
   OwnChoice next;     // of its token
   PieceRange pieces;
   OfUnits<unsigned> rows;
-  OfUnits<unsigned> in_place;  // of them, those that are not of the wire's type
-  OfUnits<int> tokens;
-  OfUnits<float> nothing;        // what a sum begins with
+  OfUnits<unsigned> in_place;    // of them, those that are not of the wire's type
+  OfUnits<int> tokens;           // bit 0: the sum begins with 0; above it the token
   const char* source = nullptr;  // of the lane-th row of the unit turned to
 
   __device__ __forceinline__ explicit PulledRows(const HtCombineRole& a_role) : role(a_role) {
@@ -146,9 +146,9 @@ struct PulledRows {
     rows.put(unit, found);
     // A rank that has dropped all rows of the token counts with +0: it is no matter when that is added.
     const bool has_all = __popc(found) == __popcll(route.ranks);
-    nothing.put(unit, has_all && (found != 0 || begins_with_bias(p)) ? kNothingYet : 0.0f);
+    const bool begins_with_zero = !has_all || (found == 0 && (kTermsAlone || !begins_with_bias(p)));
     if (kIn != kWire) in_place.put(unit, __ballot_sync(~0u, route.is_in_place));
-    tokens.put(unit, token);
+    put_token(unit, token, begins_with_zero);
     source = route.source;
     prefetch_next();
     return true;
@@ -175,13 +175,23 @@ struct PulledRows {
     }
   }
   __device__ __forceinline__ void take_over() {}
+  __device__ __forceinline__ void put_token(unsigned unit, int token, bool begins_with_zero) {
+    tokens.put(unit, token << 1 | (begins_with_zero ? 1 : 0));
+  }
+  __device__ __forceinline__ float nothing_of(unsigned unit) const {
+    return (tokens.get(unit) & 1) != 0 ? 0.0f : kNothingYet;
+  }
   __device__ __forceinline__ HomePlace place_of(unsigned unit, int piece) const {
-    const int64_t row = static_cast<int64_t>(tokens.get(unit)) * (role.p.hidden * size_of(kOut));
+    const int64_t row = static_cast<int64_t>(tokens.get(unit) >> 1) * (role.p.hidden * size_of(kOut));
     return {row, piece * kSteps * 32 + role.lane, role.rest(piece)};
   }
   __device__ __forceinline__ void begin(unsigned unit, int piece, float (&sum)[kSteps][kCount]) const {
-    begin_home_sum<kOut>(
-        role.p, [&] { return place_of(unit, piece); }, nothing.get(unit), sum);
+    if constexpr (kTermsAlone) {
+      fill(sum, nothing_of(unit));
+    } else {
+      begin_home_sum<kOut>(
+          role.p, [&] { return place_of(unit, piece); }, nothing_of(unit), sum);
+    }
   }
   __device__ __forceinline__ void add(unsigned unit, int row, ptx::SharedAddress item,
                                       float (&sum)[kSteps][kCount]) const {
@@ -194,14 +204,19 @@ struct PulledRows {
     }
   }
   __device__ __forceinline__ void store(unsigned unit, int piece, float (&sum)[kSteps][kCount]) const {
-    if (role.p.has_rows()) store_home_sum<kOut>(role.p, place_of(unit, piece), sum);
+    if (!role.p.has_rows()) return;
+    if constexpr (kTermsAlone) {
+      store_terms<kOut>(role.p, place_of(unit, piece), sum);
+    } else {
+      store_home_sum<kOut>(role.p, place_of(unit, piece), sum);
+    }
   }
   __device__ __forceinline__ void finish(unsigned) const {}
 };
 
-template <DType kIn, DType kWire, DType kOut, int kCount>
+template <DType kIn, DType kWire, DType kOut, int kCount, bool kTermsAlone>
 __device__ __forceinline__ void pull_rows(const HtCombineRole& role, char* rings) {
-  using Rows = PulledRows<kIn, kWire, kOut, kCount>;
+  using Rows = PulledRows<kIn, kWire, kOut, kCount, kTermsAlone>;
   const HtCombineParams& p = role.p;
   testing_point(Point::kBeforeReceive, role.op);
   Rows rows(role);

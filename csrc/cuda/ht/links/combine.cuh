@@ -135,8 +135,8 @@ struct DomainUnits {
 template <DType kIn, DType kWire, DType kOut, int kLaneCount>
 struct DomainSums : PulledRows<kIn, kWire, kOut, kLaneCount> {
   using Base = PulledRows<kIn, kWire, kOut, kLaneCount>;
-  using Base::role, Base::tickets, Base::next_unit, Base::next, Base::pieces, Base::rows, Base::in_place, Base::nothing,
-      Base::source, Base::kFailed, Base::kSteps, Base::kCount;
+  using Base::role, Base::tickets, Base::next_unit, Base::next, Base::pieces, Base::rows, Base::in_place, Base::source,
+      Base::put_token, Base::nothing_of, Base::kFailed, Base::kSteps, Base::kCount;
 
   const DomainUnits all;
   int taken = 0;                        // units, those without a row too
@@ -219,7 +219,7 @@ struct DomainSums : PulledRows<kIn, kWire, kOut, kLaneCount> {
     rows.put(unit, present);
     // A rank that has dropped all rows of the token counts with +0.
     const bool has_all = __popc(present) == __popcll(found.ranks);
-    nothing.put(unit, has_all && present != 0 ? kNothingYet : 0.0f);
+    put_token(unit, 0, !has_all || present == 0);
     if (kIn != kWire) in_place.put(unit, __ballot_sync(~0u, found.is_in_place));
     targets.put(unit, reinterpret_cast<unsigned long long>(target));
     counters.put(unit, domain * kHtRailChunks + place / share);
@@ -237,7 +237,7 @@ struct DomainSums : PulledRows<kIn, kWire, kOut, kLaneCount> {
     reinterpret_cast<uint32_t*>(target + role.p.offsets.row.offset[role.values_part()])[role.lane] = bits;
   }
   __device__ __forceinline__ void begin(unsigned unit, int, float (&sum)[kSteps][kCount]) const {
-    fill(sum, nothing.get(unit));
+    fill(sum, nothing_of(unit));
   }
   __device__ __forceinline__ void store(unsigned unit, int piece, const float (&sum)[kSteps][kCount]) const {
     if (!role.p.has_rows()) return;
@@ -291,8 +291,7 @@ struct DomainSums : PulledRows<kIn, kWire, kOut, kLaneCount> {
 template <DType kWire, DType kOut, int kLaneCount, DType kIn = kIsBlockFormat<kWire> ? kOut : kWire>
 struct HomeSums : PulledRows<kIn, kWire, kOut, kLaneCount> {
   using Base = PulledRows<kIn, kWire, kOut, kLaneCount>;
-  using Base::role, Base::next_unit, Base::next, Base::pieces, Base::rows, Base::tokens, Base::nothing, Base::source,
-      Base::kFailed;
+  using Base::role, Base::next_unit, Base::next, Base::pieces, Base::rows, Base::put_token, Base::source, Base::kFailed;
 
   // Chunks that are known to have come, a bit each: in lane i of domains i and, in the upper half, i + 32.
   uint32_t known = 0;
@@ -402,8 +401,7 @@ struct HomeSums : PulledRows<kIn, kWire, kOut, kLaneCount> {
       if (role.lane == lane) source = reinterpret_cast<const char*>(found);
     }
     rows.put(unit, __ballot_sync(~0u, source != nullptr));
-    nothing.put(unit, count > 0 || begins_with_bias(p) ? kNothingYet : 0.0f);
-    tokens.put(unit, own);
+    put_token(unit, own, count == 0 && !begins_with_bias(p));
     Base::prefetch_next();
     return true;
   }
