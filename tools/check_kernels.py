@@ -6,6 +6,8 @@
   copies in both directions (UBLKCP).
 - An innermost loop of 16-byte accesses or bulk copies keeps its numbers in registers: it may access local memory once,
   and once more for each LOCAL_SHARE instructions, for what a wait or a call in it saves.
+- High-throughput combine of rows that travel as they are, without biases and scale, has no access of local memory in the
+  whole loop that fills and empties its ring (LDGSTS).
 - A kernel's registers, in units of 8 a thread, fit an SM with as many threads as its launch bounds allow.
 
 Prints a line for each architecture and family of kernels, and what is wrong. Exit status 1: something is, or no kernel
@@ -38,6 +40,10 @@ MEANT = {  # family, as a part of the mangled name: what its kernels must have
     "8dispatchI": (_LOADS, _STORES),
     "7combineI": (),
 }
+
+
+# combine_rows<in, wire, out, kTermsAlone> whose wire has no blocks.
+RINGS_IN_REGISTERS = re.compile(r"12combine_rowsILNS_5DTypeE\dELS\d_[0-7]ELS\d_\dELb1E")
 
 
 @dataclass
@@ -146,15 +152,25 @@ def has(kernel: Kernel, what: str) -> bool:
     return any(".128" in opcode and opcode.startswith(starts) for opcode in opcodes)
 
 
-def innermost_loops(kernel: Kernel) -> list[tuple[int, int]]:
-    """First and last address of what a branch backwards repeats, where no other such branch lies within."""
-    loops = set()
+def loops(kernel: Kernel) -> set[tuple[int, int]]:
+    """First and last address of what a branch backwards repeats."""
+    found = set()
     for address, opcode, operands in kernel.instructions:
         target = re.search(r"0x([0-9a-f]+)", operands) if opcode.startswith("BRA") else None
         if target and int(target[1], 16) < address:  # a branch to itself is the end of a kernel
-            loops.add((int(target[1], 16), address))
+            found.add((int(target[1], 16), address))
+    return found
+
+
+def opcodes_between(kernel: Kernel, begin: int, end: int) -> list[str]:
+    first, last = (bisect.bisect(kernel.instructions, (address,)) for address in (begin, end + 1))
+    return [opcode for _, opcode, _ in kernel.instructions[first:last]]
+
+
+def innermost_loops(kernel: Kernel) -> list[tuple[int, int]]:
+    """Those of loops() within which no other lies."""
     inner: list[tuple[int, int]] = []
-    for begin, end in sorted(loops, key=lambda loop: loop[1] - loop[0]):
+    for begin, end in sorted(loops(kernel), key=lambda loop: loop[1] - loop[0]):
         if not any(begin <= first and last <= end for first, last in inner):
             inner.append((begin, end))
     return sorted(inner)
@@ -165,11 +181,15 @@ def faults(kernel: Kernel) -> Iterator[str]:
         if not has(kernel, what):
             yield f"has not got {what}"
     for begin, end in innermost_loops(kernel):
-        first, last = (bisect.bisect(kernel.instructions, (address,)) for address in (begin, end + 1))
-        body = [opcode for _, opcode, _ in kernel.instructions[first:last]]
+        body = opcodes_between(kernel, begin, end)
         local = sum(opcode.startswith(("LDL", "STL")) for opcode in body)
         if local > 1 + len(body) // LOCAL_SHARE and any(map(is_wide, body)):
             yield f"{local} accesses of local memory in the loop of {len(body)} instructions at 0x{begin:x}"
+    if RINGS_IN_REGISTERS.search(kernel.name):
+        whole = max(loops(kernel), key=lambda loop: loop[1] - loop[0], default=(0, 0))
+        local = sum(opcode.startswith(("LDL", "STL")) for opcode in opcodes_between(kernel, *whole))
+        if local:
+            yield f"{local} accesses of local memory in the loop of its ring"
     if kernel.threads == 0 and kernel.family != "others":
         yield "has no launch bounds"
     registers = -(-kernel.registers // REGISTER_UNIT) * REGISTER_UNIT

@@ -87,6 +87,17 @@ def test_a_loop_that_moves_no_rows_may_use_local_memory(tool: Any) -> None:
     assert len(tool.innermost_loops(kernel)) == 2 and list(tool.faults(kernel)) == []
 
 
+def test_the_loop_of_a_ring_keeps_its_numbers_in_registers(tool: Any) -> None:
+    """Where no bias and no scale is added, for a wire without blocks: the whole loop, not the innermost one alone."""
+    for types, is_meant in (("0ELS3_0ELS3_0ELb1E", True), ("0ELS3_0ELS3_0ELb0E", False), ("0ELS3_9ELS3_0ELb1E", False)):
+        name = f"_ZN2ep2ht12combine_rowsILNS_5DTypeE{types}Evv"
+        kernels = tool.parse_code(sass(CODE).replace(NAME, name).splitlines())
+        facts = [text.replace(NAME, name).splitlines() for text in (USAGE, ELF)]
+        tool.parse_facts(*facts, kernels)
+        (kernel,) = kernels.values()
+        assert list(tool.faults(kernel)) == ["3 accesses of local memory in the loop of its ring"] * is_meant
+
+
 def test_registers_fit_the_launch_bounds(tool: Any) -> None:
     (fault,) = tool.faults(kernel_of(tool, usage=USAGE.replace("REG:72", "REG:73")))
     assert fault.startswith("896 threads of 73 registers")
