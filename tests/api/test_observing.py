@@ -17,6 +17,7 @@ from nccl_ep.testing import ThreadGroup, run_ranks
 from tests import ROOT
 from tests.deep_ep.low_latency_ranks import small_case
 from tests.support.expected import Expected, plain_case, shared_buffer
+from tests.support.processes import run_python
 
 SIZES = {"max_tokens": 3, "hidden": 64, "topk": 2, "num_experts": 2, "device": "cpu"}
 
@@ -124,9 +125,8 @@ with nccl_ep.Buffer.for_shapes(None, **sizes, mode="auto", name="layer") as buff
 
 def _run(**variables: str) -> str:
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("NVTX", "NCCL_EP"))}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=clean | variables, capture_output=True, text=True, timeout=600
-    )
+    program = f"import nccl_ep\nnccl_ep.log.set_up()\n{PROGRAM}"  # nccl_ep was imported before
+    done = run_python("-c", program, environment=clean | variables, timeout=600, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return done.stderr
 
@@ -141,6 +141,13 @@ def test_the_environment_chooses_the_level_of_the_log(level: str, words: list[st
         assert (word in told) == any(word in expected for expected in words), told
     for word in words:
         assert word in told
+
+
+def test_the_environment_is_read_at_the_import() -> None:
+    environment = os.environ | {"NCCL_EP_LOG": "loud"}
+    program = [sys.executable, "-c", "import nccl_ep"]
+    done = subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=True)
+    assert "NCCL_EP_LOG is 'loud', must be" in done.stderr
 
 
 def test_nothing_is_logged_without_asking() -> None:
