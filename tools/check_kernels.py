@@ -6,8 +6,8 @@
   copies in both directions (UBLKCP).
 - An innermost loop of 16-byte accesses or bulk copies keeps its numbers in registers: it may access local memory once,
   and once more for each LOCAL_SHARE instructions, for what a wait or a call in it saves.
-- High-throughput combine of rows that travel as they are, without biases and scale, has no access of local memory in the
-  whole loop that fills and empties its ring (LDGSTS).
+- High-throughput combine of rows that travel as they are, without biases and scale, has no access of local memory in
+  the whole loop that fills and empties its ring.
 - A kernel's registers, in units of 8 a thread, fit an SM with as many threads as its launch bounds allow.
 
 Prints a line for each architecture and family of kernels, and what is wrong. Exit status 1: something is, or no kernel
