@@ -64,7 +64,7 @@ class Buffer:
         group: a torch process group of any backend (gloo is legal), a ``DeviceMesh`` of one dimension, ``None`` for a
             world of one rank, or an object with ``rank()``, ``size()`` and ``allgather(bytes, timeout)``.
         enable_shrink: a rank that is late in a low-latency operation is masked instead of failing the buffer
-            (``nccl_ep.deep_ep.Buffer.low_latency_update_mask_buffer``); up to 64 ranks, the same on all.
+            (``nccl_ep.deep_ep.Buffer.low_latency_update_mask_buffer``); the same on all.
         comm: an mpi4py communicator in place of a group; MPI knows no deadline, so that making a buffer has none then.
         device: "cuda", "cpu" or a torch device. Default: CUDA where there is a GPU and this build serves it.
         timeout: seconds that a rank waits for the others in an operation, or to make the buffer, before it gives up.

@@ -109,6 +109,8 @@ def room_for_shapes(
     if mode == "auto":
         ll_tokens = auto_ll_tokens(max_tokens, bytes_of_x, topk, num_ranks)
     if mode != "ht":
+        if device_type == "cuda":
+            _C.check_ll_on_gpus(num_ranks, num_experts, topk, ll_tokens)
         ll = LlSizes(*_C.sizes_for(num_ranks, num_experts, topk, ll_tokens, row_bytes, home_bytes))
         if not late_weights:
             ll = ll._replace(unweighted=0)

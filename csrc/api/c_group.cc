@@ -223,7 +223,8 @@ void GroupState::grow(int topk) {
   group = std::move(wider);
   group->set_timeout(seconds);
   ll_max_tokens = c::ll_max_tokens(config, group->num_ranks());
-  reported_drops = asked_masks = known_masks = 0;
+  reported_drops = 0;
+  asked_masks = known_masks = {};
 }
 
 void* GroupState::allocate_own(size_t bytes) const {

@@ -34,19 +34,19 @@ void query(const GroupState& state, int* status, void* stream) {
 void update(GroupState& state, const int* mask, void* stream) {
   Group& group = masking(state);
   EP_CHECK(mask != nullptr, "mask is null");
-  const uint64_t masked = state.asked_masks | (state.config.device < 0 ? group.report().masked : 0);
+  const RankMask masked = state.asked_masks | (state.config.device < 0 ? group.report().masked : RankMask{});
   for (int r = 0; r < group.num_ranks(); r++) {
     EP_CHECK(mask[r] == 0 || mask[r] == 1, "mask of rank ", r, " is ", mask[r], ", must be 0 or 1");
     EP_CHECK(mask[r] == 1 || r != group.rank(), "mask of rank ", r, " is 0, but that is this rank itself");
-    EP_CHECK(mask[r] == 0 || (masked >> r & 1) == 0, "mask of rank ", r,
+    EP_CHECK(mask[r] == 0 || !masked.has(r), "mask of rank ", r,
              " is 1, but it is masked: ncclEpMaskClean brings all ranks back");
   }
   const ScopedDevice device(state.config.device);
   if (!is_capturing(state.config.device, stream)) state.note_masks();
   for (int r = 0; r < group.num_ranks(); r++) {
     if (mask[r] == 1) continue;
-    if ((masked >> r & 1) == 0) group.mask(r, stream);
-    state.asked_masks |= uint64_t{1} << r;
+    if (!masked.has(r)) group.mask(r, stream);
+    state.asked_masks.add(r);
   }
 }
 
@@ -62,15 +62,15 @@ void clean(GroupState& state) {
     state.has_missed_cleaning = error.kind() != ErrorKind::kInvalidUsage;
     throw;
   }
-  state.asked_masks = state.known_masks = 0;
+  state.asked_masks = state.known_masks = {};
 }
 
 }  // namespace
 
 void GroupState::note_masks() {
-  const uint64_t masked = group->report().masked;
-  has_async_error = has_async_error || (masked & ~asked_masks & ~known_masks) != 0;
-  known_masks |= masked;
+  const RankMask masked = group->report().masked;
+  has_async_error = has_async_error || !(asked_masks | known_masks).has_all(masked);
+  known_masks = known_masks | masked;
 }
 
 }  // namespace ep::c

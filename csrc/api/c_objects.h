@@ -30,8 +30,8 @@ struct GroupState {
   Rendezvous rendezvous;
   bool has_missed_cleaning = false;  // of masks: the ranks are not at the same step of the rendezvous any more
 
-  // Masks of low latency, a bit for each rank: those that the caller asked for, those of which it knows as an error.
-  uint64_t asked_masks = 0, known_masks = 0;
+  // Masks of low latency, those that the caller asked for, those of which it knows as an error.
+  RankMask asked_masks, known_masks;
   bool has_async_error = false;
   // Notes ranks that were masked because they were late.
   void note_masks();

@@ -54,10 +54,10 @@ class CpuBackend : public Backend {
   void ht_dispatch(const HtDispatchParams& params, void*) override { cpu_ht_dispatch(params, *transport_, state_); }
   void ht_combine(const HtCombineParams& params, void*) override { cpu_ht_combine(params, *transport_, state_); }
   std::shared_ptr<Arena> arena() const override { return arena_; }
-  void mask(int rank, void*) override { state_.masked |= 1ull << rank; }
+  void mask(int rank, void*) override { state_.masked.add(rank); }
   void query_masks(int32_t* status, void*) override {
     for (int r = 0; r < transport_->topology().num_ranks; r++) {
-      status[r] = static_cast<int32_t>(state_.masked >> (r % kMaxMaskableRanks) & 1);
+      status[r] = state_.masked.has(r) ? 1 : 0;
     }
   }
   LlEpochs settle() override { return {state_.epoch[0], state_.epoch[1]}; }
@@ -68,7 +68,7 @@ class CpuBackend : public Backend {
       state_.next_calls.begin(false, kind, epochs.of[static_cast<int>(kind)]);
     }
   }
-  void unmask_all() override { state_.masked = 0; }
+  void unmask_all() override { state_.masked = {}; }
   bool trusts_handles() const override { return true; }
   Failure failure() const override { return state_.failure.get(); }
   Report report(bool take_invalid_ids) override {

@@ -25,7 +25,7 @@ struct Window : LlWindow {
                                       WordAt word_at) const {
     const int index = static_cast<int>(kind);
     const Offset headers = is_ht ? ht.messages[index].offset : this->kind[index].headers.offset;
-    const uint64_t stride = (is_ht ? ht.message_words : OpHeader::kWords) * sizeof(TaggedWord);
+    const uint64_t stride = (is_ht ? ht.words_of(kind) : OpHeader::kWords) * sizeof(TaggedWord);
     const Offset begin = headers + (static_cast<Offset>(bank_of(epoch)) * num_ranks + source) * stride;
     OpHeader header;
     for (int i = 0; i < OpHeader::kWords; i++) {

@@ -43,10 +43,17 @@ Enum field(const OpHeader& header, int shift, int max) {
   return static_cast<Enum>(value > max ? max : value);
 }
 
-std::string missing_ranks(uint64_t missing) {
+std::string missing_ranks(const RankMask& missing) {
+  constexpr int kRun = 8;  // so many ranks and more are told by the first and the last
   std::string text;
-  for (int r = 0; r < 64; r++) {
-    if (missing >> r & 1) text += concat(text.empty() ? "" : ", ", r);
+  for (int r = 0; r < kMaxRanks; r++) {
+    if (!missing.has(r)) continue;
+    int last = r;
+    while (last + 1 < kMaxRanks && missing.has(last + 1)) last++;
+    text += concat(text.empty() ? "" : ", ", r);
+    if (last - r < kRun) continue;
+    text += concat(" to ", last);
+    r = last;
   }
   return text;
 }
@@ -118,7 +125,7 @@ std::string describe(const Failure& failure, int rank, double timeout_seconds) {
       concat(waited(failure, rank, timeout_seconds), " for the ", name_of(failure.awaited), " of ",
              failure.peer < 0 ? "all ranks" : concat("rank ", failure.peer), " in ", kind, " ", failure.epoch);
   if (failure.expected != failure.seen) text += concat(" (expected ", failure.expected, ", saw ", failure.seen, ")");
-  if (failure.missing != 0) {
+  if (failure.missing.any()) {
     text += concat("; nothing of this call was heard from rank ", missing_ranks(failure.missing));
   } else if (failure.code == Failure::kTimeout && failure.kind == Kind::kCombine) {
     text += "; do all ranks combine with the handle of the same dispatch?";
@@ -130,9 +137,7 @@ std::string node_of(const Failure& failure, const Topology& topology) {
   if (topology.num_domains() == 1 || failure.peer < 0 || failure.awaited == Awaited::kRowSignal) return "";
   const int node = topology.domain_of(failure.peer), first = node * topology.domain_size;
   const std::string text = concat("; rank ", failure.peer, " is on node ", node);
-  if (first + topology.domain_size > 64) return text;  // Failure::missing has no bits for all of the node
-  const uint64_t all = ~uint64_t{0} >> (64 - topology.domain_size) << first;
-  return (failure.missing & all) == all ? text + ", of which no rank was heard" : text;
+  return failure.missing.has_all(first, topology.domain_size) ? text + ", of which no rank was heard" : text;
 }
 
 }  // namespace ep

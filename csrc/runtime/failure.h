@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "layout/common/rank_mask.h"
 #include "layout/common/wire.h"
 
 namespace ep {
@@ -55,7 +56,7 @@ struct Failure {
   // Of the word waited for; kRowSignal: RowSignals::expected(), and `peer` is a local expert, -1 in packed.
   uint64_t expected = 0;
   uint64_t seen = 0;
-  uint64_t missing = 0;  // bit r: nothing of the call was heard from rank r (ranks below 64)
+  RankMask missing;  // nothing of the call was heard from them
   OpHeader mine, theirs;
   uint32_t is_ht = 0;         // the epoch counts calls of high throughput
   double waited_seconds = 0;  // kTimeout, if the timeout was changed while the call waited; CPU backend
@@ -69,9 +70,6 @@ struct InvalidIds {
   int32_t k = 0;
 };
 
-// Ranks are bits of a word where late ones are masked.
-constexpr int kMaxMaskableRanks = 64;
-
 struct Report {
   Failure failure;
   InvalidIds invalid_ids;
@@ -79,7 +77,7 @@ struct Report {
   uint64_t epochs[kNumKinds] = {0, 0};
   uint64_t ht_epochs[kNumKinds] = {0, 0};
   uint64_t ht_staged[kNumKinds] = {0, 0};  // calls of high throughput that copied for want of a place in the arena
-  uint64_t masked = 0;                     // bit r: low latency leaves rank r out
+  RankMask masked;                         // low latency leaves them out
 };
 
 }  // namespace ep

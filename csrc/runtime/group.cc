@@ -99,11 +99,9 @@ Group::Group(Bootstrap& given, const GroupConfig& config, BackendFactory make_ba
   topology_ =
       Topology::make(bootstrap.num_ranks(), config.domain_size == 0 ? bootstrap.num_ranks() : config.domain_size);
   const bool has_links = config.has_rail && topology_.num_domains() > 1;
-  EP_CHECK(!config.masks_late_ranks ||
-               ((has_links || topology_.num_domains() == 1) && topology_.num_ranks <= kMaxMaskableRanks),
-           "late ranks can be masked among at most ", kMaxMaskableRanks, " ranks of one domain, these are ",
-           topology_.num_ranks, " in ", topology_.num_domains(),
-           ": make the buffer without masks (enable_shrink), or of one domain's ranks");
+  EP_CHECK(!config.masks_late_ranks || has_links || topology_.num_domains() == 1,
+           "late ranks can be masked among the ranks of one domain, these are ", topology_.num_ranks, " in ",
+           topology_.num_domains(), ": make the buffer without masks (enable_shrink), or of one domain's ranks");
   LlSizes sizes = config.sizes;
   sizes.by_source = config.masks_late_ranks;
   if (has_links) sizes.rail_domain_size = topology_.domain_size;
@@ -187,21 +185,21 @@ void Group::require_usable() {
 
 Failure Group::failure_in_full(Backend& backend) const {
   Failure failure = backend.failure();
-  if (failure.code != Failure::kTimeout || failure.missing != 0) return failure;
+  if (failure.code != Failure::kTimeout || failure.missing.any()) return failure;
   if (failure.awaited == Awaited::kRowSignal) return failure;  // which is of no other rank
-  for (int r = 0; r < std::min(num_ranks(), 64); r++) {
+  for (int r = 0; r < num_ranks(); r++) {
     const bool is_heard = find_header(backend, r, failure.kind, failure.is_ht != 0, failure.epoch).has_value();
-    if (r != rank_ && !is_heard) failure.missing |= 1ull << r;
+    if (r != rank_ && !is_heard) failure.missing.add(r);
   }
   return failure;
 }
 
 std::string Group::other_calls(Backend& backend, const Failure& failure) const {
   std::string text;
-  if (failure.code != Failure::kTimeout || failure.missing == 0) return text;
+  if (failure.code != Failure::kTimeout || !failure.missing.any()) return text;
   const Report report = backend.report(false);
-  for (int r = 0; r < std::min(num_ranks(), 64); r++) {
-    if ((failure.missing >> r & 1) == 0) continue;
+  for (int r = 0; r < num_ranks(); r++) {
+    if (!failure.missing.has(r)) continue;
     for (const Kind kind : {Kind::kDispatch, Kind::kCombine}) {
       const int index = static_cast<int>(kind);
       const uint64_t epochs[] = {report.epochs[index] + 1, report.ht_epochs[index] + 1};

@@ -12,6 +12,7 @@
 
 #include "api/factory.h"
 #include "base/check.h"
+#include "layout/ll/limits.h"
 #include "torch/call/define.h"
 #include "torch/call/given.h"
 #include "torch/common/errors.h"
@@ -150,8 +151,8 @@ py::dict stats(Group& group) {
   result["dropped_rows"] = report.dropped_rows;
   result["invalid_ids"] = report.invalid_ids.count;
   std::vector<int> masked;
-  for (int r = 0; r < std::min(group.num_ranks(), kMaxMaskableRanks); r++) {
-    if (report.masked >> r & 1) masked.push_back(r);
+  for (int r = 0; r < group.num_ranks(); r++) {
+    if (report.masked.has(r)) masked.push_back(r);
   }
   result["masked_ranks"] = masked;
   const Calls& calls = group.calls();
@@ -287,6 +288,27 @@ void define_sizes(py::module_& m) {
             sizes_for(Shape::make(num_ranks, num_experts, topk, max_tokens), dispatch_row_bytes, combine_row_bytes));
       },
       "Bytes of routing, dispatched rows and combined rows in one bank.");
+  m.def(
+      "check_ll_on_gpus",
+      [](int num_ranks, int num_experts, int topk, int max_tokens) {
+        check_ll_on_gpus(Shape::make(num_ranks, num_experts, topk, max_tokens));
+      },
+      "Raises what the kernels of low latency do not serve in any layout.");
+  m.def(
+      "most_ll_tokens_on_gpus",
+      [](int num_ranks, int num_experts, int topk) {
+        return most_ll_tokens_on_gpus(Shape::make(num_ranks, num_experts, topk, 1));
+      },
+      "Tokens a rank that the kernels of low latency serve, in the layout that needs least.");
+  m.def(
+      "ll_window_bytes",
+      [](int num_ranks, int rail_domain_size, const std::array<uint64_t, 4>& sizes) {
+        LlSizes ll{sizes[0], {sizes[1], sizes[2]}, sizes[3]};
+        ll.rail_domain_size = rail_domain_size;
+        ll.link_size = rail_domain_size;
+        return Window::make(num_ranks, ll, {}).bytes;
+      },
+      "Bytes of a window of low latency alone; over the rail between domains of so many ranks, 0: of one domain.");
   m.def(
       "ht_sizes_for",
       [](int num_ranks, int domain_size, int num_experts, int topk, int max_tokens, int dispatch_row_bytes,

@@ -264,7 +264,7 @@ def test_masks_are_refused_where_they_have_no_meaning(library: Library) -> None:
         refused(USAGE, "the group was made without enable_mask", library.GetAsyncError, plain, c.c_int())
         refused(USAGE, "the group was made without enable_mask", library.ErrorClear, plain)
         library.GroupDestroy(plain)
-        text = "masked among at most 64 ranks of one domain, these are 2 in 2"
+        text = "masked among the ranks of one domain, these are 2 in 2"
         refused(BAD, text, lambda: make_group(library, group, enable_mask=1, domain_size=1))
 
     run_ranks(2, body)

@@ -313,4 +313,26 @@ MUTANTS = (
         breaks="high throughput reads the rows of a token when one of them may be read",
         emulated=NOT_TRIED,
     ),
+    Mutant(
+        "rank_mask_bit_64", "masks of ranks", "csrc/layout/common/rank_mask.h",
+        old="  EP_HD static int word_of(int rank) { return rank >> 5; }\n",
+        new="  EP_HD static int word_of(int rank) { return rank >> 5 & 1; }\n",
+        breaks="rank 64 and later ones share their bits with the first 64",
+        test="ep_tests RankMask.HasABitForEachRank",
+        emulated=NOT_TRIED,
+    ),
+    Mutant(
+        "gpu_ranks_of_token_past_64", "kernels, both modes", "csrc/cuda/protocol/ids.cuh",
+        old="    return word != 0 || (num_ranks > 32 && __any_sync(~0u, mine() >= first() + 32));\n",
+        new="    return word != 0 || (first() == 0 && num_ranks > 32 && __any_sync(~0u, mine() >= first() + 32));\n",
+        breaks="of the ranks of a token from 32 on, those of one word of 32 get it, or are added up",
+        emulated=NOT_TRIED,
+    ),
+    Mutant(
+        "ht_gpu_chunks_of_domain_64", "kernels, rail", "csrc/cuda/ht/links/combine.cuh",
+        old="      if (role.lane == domain % 32 && domain < 64) known |=",
+        new="      if (role.lane == domain % 32) known |=",
+        breaks="a sum of domain 32 n + i is taken for there when that of domain i is",
+        emulated=NOT_TRIED,
+    ),
 )  # fmt: skip

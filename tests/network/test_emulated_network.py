@@ -154,17 +154,6 @@ def test_one_domain_has_no_network() -> None:
         assert "network" not in wire and more > 0
 
 
-# ---- What is refused
-
-
-def test_more_ranks_than_masks_have_bits() -> None:
-    def body(group: ThreadGroup) -> None:
-        with pytest.raises(ValueError, match="66 ranks in 33 NVLink domains: GPUs serve 64"):
-            case_buffer(plain_case(66, topk=1, tokens=(1,) * 66, max_tokens=1), group, domain_size=2, device="cpu")
-
-    run_ranks(66, body)
-
-
 # ---- A node that is gone
 
 

@@ -1,4 +1,4 @@
-"""More ranks than GPUs serve, between nodes of CPU ranks: counts, places, bits and bytes of 128 and 256 ranks."""
+"""Many ranks, between nodes of CPU ranks: counts, places, bits and bytes of 128 and 256 ranks; slow: 144 and 576."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import nccl_ep
 from nccl_ep import _C
 from nccl_ep.testing import ThreadGroup, run_ranks
 from tests.ht.harness import HtPlan, check_ht_case
-from tests.support.expected import plain_case
+from tests.support.expected import Expected, plain_case, run_case
 from tests.support.harness import case_buffer, check_case
 from tests.support.patience import PATIENCE, Clock
 
@@ -47,6 +47,36 @@ def test_high_throughput_of_256_ranks_gives_the_oracles_bits() -> None:
     assert sum(received) > ranks * most and len({result.stats["window_bytes"] for result in outcome.ranks}) == 1
 
 
+@pytest.mark.slow
+def test_two_racks_give_the_oracles_bits_in_low_latency() -> None:
+    ranks, most = 144, 2
+    case = plain_case(
+        ranks, domain_size=72, num_experts=2 * ranks, topk=8, max_tokens=most, tokens=_tokens(ranks, most), hidden=32
+    )
+    check_case(case, network_seed=3)
+
+
+@pytest.mark.slow
+def test_eight_racks_give_the_oracles_bits_in_high_throughput() -> None:
+    """576 ranks, each of which has the counts of all."""
+    ranks, rack = 576, 72
+    expected = Expected(
+        plain_case(
+            ranks, domain_size=rack, num_experts=ranks, topk=8, max_tokens=1, tokens=_tokens(ranks, 1), hidden=16,
+            layout="flat", capacity=ranks, capacity_kind="ample",
+        )
+    )  # fmt: skip
+
+    def body(group: ThreadGroup) -> int:
+        options = {"mode": "ht", "device": "cpu", "network_seed": 3, "arena_bytes": 1 << 16, "timeout": 600.0}
+        with case_buffer(expected.case, group, **options) as buffer:
+            run_case(expected, buffer, mode="ht")
+            return int(buffer.stats()["window_bytes"])
+
+    windows = run_ranks(ranks, body, timeout=1200.0)
+    assert len(windows) == ranks and len(set(windows)) == 1
+
+
 @pytest.mark.parametrize(("ranks", "domain"), [(4, 4), (4, 2), (16, 8)])
 def test_the_bytes_of_a_window_are_those_foretold(ranks: int, domain: int) -> None:
     """What docs/network.md says of sizes that no test can have."""
@@ -63,8 +93,14 @@ def test_the_bytes_of_a_window_are_those_foretold(ranks: int, domain: int) -> No
     assert run_ranks(ranks, body) == [_C.ht_window_bytes(ranks, sizes)] * ranks
 
 
+def test_more_ranks_than_a_world_has_are_refused() -> None:
+    shape = (8, 2056, 1, 1, 128, 128, 0)  # domain size, experts, top-k, tokens, bytes of rows, of sums, of the arena
+    with pytest.raises(ValueError, match="2056 ranks, a world has at most 2048"):
+        _C.ht_sizes_for(2056, *shape)
+
+
 def test_a_missing_rank_of_128_is_named() -> None:
-    """Ranks beyond those that have bits in a failure's text are named all the same, with their node."""
+    """With its node."""
     ranks, missing = 128, 97
     case = plain_case(ranks, domain_size=NODE, topk=1, tokens=(1,) * ranks, max_tokens=1, hidden=16)
     inputs = case.inputs()

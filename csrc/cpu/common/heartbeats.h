@@ -1,12 +1,11 @@
 // Heartbeats (layout/common/wire.h) of ranks on the host, which share memory.
 #pragma once
 
-#include <array>
 #include <chrono>
+#include <vector>
 
 #include "cpu/common/wait.h"
 #include "layout/window.h"
-#include "runtime/failure.h"
 #include "transport/transport.h"
 
 namespace ep {
@@ -20,6 +19,9 @@ class Heartbeats {
     if (now < given_at_ + std::chrono::duration<double>(timeout_seconds / kHeartbeatsPerDeadline)) return;
     given_at_ = now;
     own_++;
+    const auto num_ranks = static_cast<size_t>(transport.topology().num_ranks);
+    seen_.resize(num_ranks);
+    seen_at_.resize(num_ranks);
     const auto heartbeat_of = [&](int rank, int source) {
       return atomic_tagged(transport.peer_ptr(rank, heartbeats_at + source * sizeof(uint64_t)));
     };
@@ -32,13 +34,13 @@ class Heartbeats {
   }
 
   // When the last heartbeat of `rank` was seen here.
-  Time last_of(int rank) const { return seen_at_[rank]; }
+  Time last_of(int rank) const { return static_cast<size_t>(rank) < seen_at_.size() ? seen_at_[rank] : Time{}; }
 
  private:
   Time given_at_{};
   uint64_t own_ = 0;
-  std::array<uint64_t, kMaxMaskableRanks> seen_{};
-  std::array<Time, kMaxMaskableRanks> seen_at_{};
+  std::vector<uint64_t> seen_;
+  std::vector<Time> seen_at_;
 };
 
 }  // namespace ep

@@ -37,7 +37,7 @@ struct CpuState {
   WaitControl control;
   FailureCell failure;
   bool masks_late = false;  // a rank that misses a deadline of low latency is masked
-  uint64_t masked = 0;      // bit r: rank r is
+  RankMask masked;          // those that are
   Heartbeats heartbeats;
   Offset heartbeats_at = 0;  // in every window
   NextCalls next_calls;

@@ -88,7 +88,8 @@ void HtExchange::await_headers(int count) {
 }
 
 void HtExchange::refuse_op(int source, const OpHeader& theirs) {
-  fail(state_, {Failure::kOtherOp, kind_, Awaited::kOpHeader, source, epoch_, 0, 0, 0, header_, theirs, 1}, transport_);
+  fail(state_, {Failure::kOtherOp, kind_, Awaited::kOpHeader, source, epoch_, 0, 0, {}, header_, theirs, 1},
+       transport_);
 }
 
 void HtExchange::refuse_other_call(int source) {
@@ -152,10 +153,10 @@ bool HtExchange::has_heard(int source) const {
 }
 
 void HtExchange::give_up(Deadline::End end, Awaited awaited, int source, uint64_t expected, uint64_t seen) {
-  Failure failure{code_of(end), kind_, awaited, source, epoch_, expected, seen, 0, header_, {}, 1};
+  Failure failure{code_of(end), kind_, awaited, source, epoch_, expected, seen, {}, header_, {}, 1};
   failure.waited_seconds = deadline_.waited_seconds();
-  for (int r = 0; r < num_ranks() && r < 64; r++) {
-    if (r != rank() && !has_heard(r)) failure.missing |= 1ull << r;
+  for (int r = 0; r < num_ranks(); r++) {
+    if (r != rank() && !has_heard(r)) failure.missing.add(r);
   }
   fail(state_, failure, transport_);
 }
@@ -163,7 +164,7 @@ void HtExchange::give_up(Deadline::End end, Awaited awaited, int source, uint64_
 void HtExchange::check_row(int peer, int64_t row, uint64_t rows) {
   if (static_cast<uint64_t>(row) < rows) return;
   fail(state_,
-       {Failure::kHandle, kind_, Awaited::kNone, peer, epoch_, rows, static_cast<uint64_t>(row), 0, header_, {}, 1},
+       {Failure::kHandle, kind_, Awaited::kNone, peer, epoch_, rows, static_cast<uint64_t>(row), {}, header_, {}, 1},
        transport_);
 }
 

@@ -61,7 +61,7 @@ void Exchange::tell_mask(int peer) {
 }
 
 void Exchange::mask(int rank) {
-  state_.masked |= 1ull << rank;
+  state_.masked.add(rank);
   tell_mask(rank);
 }
 
@@ -127,16 +127,17 @@ bool Exchange::has_heard(int source) const {
 }
 
 void Exchange::give_up(Deadline::End end, Awaited awaited, int source, uint64_t expected, uint64_t seen) {
-  Failure failure{code_of(end), kind_, awaited, source, epoch_, expected, seen, 0, header_, {}, 0};
+  Failure failure{code_of(end), kind_, awaited, source, epoch_, expected, seen, {}, header_, {}, 0};
   failure.waited_seconds = deadline_.waited_seconds();
-  for (int r = 0; r < num_ranks() && r < 64; r++) {
-    if (r != rank() && !has_heard(r)) failure.missing |= 1ull << r;
+  for (int r = 0; r < num_ranks(); r++) {
+    if (r != rank() && !has_heard(r)) failure.missing.add(r);
   }
   fail(state_, failure, transport_);
 }
 
 void Exchange::refuse_op(int source, const OpHeader& theirs) {
-  fail(state_, {Failure::kOtherOp, kind_, Awaited::kOpHeader, source, epoch_, 0, 0, 0, header_, theirs, 0}, transport_);
+  fail(state_, {Failure::kOtherOp, kind_, Awaited::kOpHeader, source, epoch_, 0, 0, {}, header_, theirs, 0},
+       transport_);
 }
 
 // What comes over a network is read behind its signal alone.

@@ -27,7 +27,7 @@ class Exchange {
   // ---- Sending. Each rank begins with itself, so that not all begin with the same peer.
   int peer(int step) const { return (rank() + step) % num_ranks(); }
   // Only word kIsMasked of op headers goes to a masked rank, and nothing is taken from it.
-  bool is_masked(int rank) const { return state_.masked >> (rank & 63) & 1; }
+  bool is_masked(int rank) const { return state_.masked.has(rank); }
   void send_header(int peer);
   void send_words(int peer, Offset offset, const uint32_t* values, int count);
   // A tagged word for this rank's own receive.

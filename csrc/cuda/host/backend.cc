@@ -141,15 +141,15 @@ class CudaBackend : public Backend {
     RelaxedCapture relaxed;
     if (take_invalid_ids) std::atomic_ref(memory_->host->has_invalid_ids).store(0, std::memory_order_release);
     const DeviceState& seen = memory_->host->mirror;
-    EP_CUDA(cudaMemcpyAsync(&memory_->host->mirror, memory_->state, sizeof(DeviceState), cudaMemcpyDeviceToHost,
+    EP_CUDA(cudaMemcpyAsync(&memory_->host->mirror, memory_->state, kReportedBytes, cudaMemcpyDeviceToHost,
                             memory_->stream));
     EP_CUDA(cudaStreamSynchronize(memory_->stream));
     Report report;
     report.failure = failure();
     report.invalid_ids = seen.diagnostics.invalid_ids;
     report.dropped_rows = seen.diagnostics.dropped_rows;
-    for (int r = 0; r < kMaxCudaRanks; r++) {
-      if (seen.masks.is_masked[r] != 0) report.masked |= 1ull << r;
+    for (int r = 0; r < kMaxRanks; r++) {
+      if (seen.masks.is_masked[r] != 0) report.masked.add(r);
     }
     for (int kind = 0; kind < kNumKinds; kind++) {
       report.epochs[kind] = seen.epoch[kind].epoch;

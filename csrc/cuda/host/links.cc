@@ -38,8 +38,10 @@ LlRail Links::without_blocks(const Params& params) const {
   EP_CHECK(need <= rail.rows_bytes, params.shape.max_tokens, " rows of ", row_bytes,
            " bytes do not fit the network's part of the window, ", rail.rows_bytes,
            " bytes; make the buffer for as many");
-  EP_CHECK(rail.share(params.shape.max_tokens) <= kMaxRailShare, "max_tokens is ", params.shape.max_tokens,
-           ", low latency over several NVLink domains serves ", kMaxRailShare * rail.row_channels,
+  const int most = std::min(kMaxRailShare, kMaxShareWords / RankMask::words_of(rail.link_size));
+  EP_CHECK(rail.share(params.shape.max_tokens) <= most, "max_tokens is ", params.shape.max_tokens,
+           ", low latency over several NVLink domains of ", topology_.domain_size, " ranks serves ",
+           most * rail.row_channels,
            rail.has_domain_sums() || memory_.peers.can_be_masked
                ? ""
                : " in the mesh: make the buffer for the rail (ll_network)");

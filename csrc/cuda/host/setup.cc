@@ -38,8 +38,6 @@ void make_nccl_window(Bootstrap& bootstrap, Memory& memory, const Topology& topo
 
 void check_domains(const Topology& topology, const GroupConfig& config) {
   if (topology.num_domains() == 1) return;
-  EP_CHECK(topology.num_ranks <= kMaxCudaRanks, topology.num_ranks, " ranks in ", topology.num_domains(),
-           " NVLink domains: GPUs serve ", kMaxCudaRanks);
   const bool has_rail = config.ll_network == LlNetwork::kRail && topology.domain_size > 1;
   EP_CHECK(!config.masks_late_ranks || !has_rail, "late ranks cannot be masked over the rail between ",
            topology.num_domains(),
@@ -52,9 +50,9 @@ void join_network(Bootstrap& bootstrap, const Topology& topology, const Window& 
   const NetworkShape shape{LlRail::num_contexts(),
                            LlRail::num_signals(topology) + (has_ht ? HtRail::num_signals(topology.num_domains()) : 0),
                            LlRail::max_outstanding(config.masks_late_ranks) + (has_ht ? HtRail::max_outstanding() : 0)};
-  memory.peers.first = static_cast<uint8_t>(topology.domain_of(bootstrap.rank()) * topology.domain_size);
-  memory.peers.size = static_cast<uint8_t>(topology.domain_size);
-  memory.peers.link_size = static_cast<uint8_t>(window.rail[0].link_size);
+  memory.peers.first = static_cast<uint16_t>(topology.domain_of(bootstrap.rank()) * topology.domain_size);
+  memory.peers.size = static_cast<uint16_t>(topology.domain_size);
+  memory.peers.link_size = static_cast<uint16_t>(window.rail[0].link_size);
   memory.network =
       make_network_path(bootstrap, {topology, shape, window.rail[0].link_size, memory.peers.local<char>(0),
                                     window.bytes, memory.peers.stride, config.timeout_seconds, memory.nccl_window.get(),

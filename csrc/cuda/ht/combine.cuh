@@ -18,23 +18,24 @@ __device__ __forceinline__ void ht_combine(const HtArgs<HtCombineParams>& args, 
   const HtCombineParams& p = args.params;
   const LsaPeers& peers = args.peers;
   EP_SHARED(OpContext, op);
-  const HtCombineRole role{{at},
-                           p,
-                           args.geometry,
-                           args.plan,
-                           peers,
-                           op,
-                           CombineTables::of(shared + args.geometry.tables_at, p.shape.num_ranks, args.plan.chunks),
-                           HtRailPart::of(args)};
+  const HtCombineRole role{
+      {at},
+      p,
+      args.geometry,
+      args.plan,
+      peers,
+      op,
+      CombineTables::of(shared + args.geometry.tables_at, p.shape.num_ranks, args.plan.chunks, args.geometry.chunks),
+      HtRailPart::of(args)};
   stamp(Stamp::kStart, peers.rank);
   ptx::wait_for_prerequisites();
   if (!open_ht_op(op, args, Kind::kCombine, at, true, true)) return;
   if (role.is_first()) {
-    clear_next_counters(op);
+    clear_next_counters(op, role.num_ranks());
     const auto word_of = [&](int index) { return combine_word_of(p, index); };
     send_message(op, p.offsets, peers, kCombineMessageWords, word_of);
 #if defined(EP_NETWORK)
-    clear_next_rail_counters(op);
+    clear_next_rail_counters(op, role.part.rail);
     exchange_messages(op, p.offsets, peers, role.part, kCombineMessageWords, word_of);
 #endif
   }

@@ -30,18 +30,17 @@ HtWork work_of(const HtDispatchParams& p, const HtSendGeometry& shapes) {
 }  // namespace
 
 Launch<HtDispatchParams> launch_of(const HtDispatchParams& p, int, const Arch& arch) {
-  check_ht_ranks(p.offsets.topology);
   const HtSendGeometry shapes = HtSendGeometry::shapes_of(p, arch.stage_bytes());
   const HtWork work = work_of(p, shapes);
   const int own_sms = p.options.num_sms == 0 ? default_ht_sms(work, arch, p.shape.num_ranks <= 2) : arch.num_sms;
   const HtPlan plan =
       tuned("EP_PLAN_HD", plan_ht_dispatch(shapes.stage_bytes, work, p.shape.num_ranks, arch.with_sms(own_sms)));
   HtPlan largest = plan;  // whether it is served depends on no number of SMs
-  largest.workers = most_ht_workers(shapes.stage_bytes, work, arch);
+  largest.workers = most_ht_workers(shapes.stage_bytes, work, p.shape.num_ranks, arch);
   const int bytes = HtSendGeometry::of(p, largest, shapes).bytes;
-  EP_CHECK(bytes <= arch.dynamic_bytes(), p.shape.num_experts, " experts and rows of ", p.parts[0].bytes,
-           " bytes need ", bytes, " bytes of shared memory, high throughput has ", arch.dynamic_bytes(),
-           " on this GPU");
+  EP_CHECK(bytes <= arch.dynamic_bytes(), p.shape.num_ranks, " ranks, ", p.shape.num_experts, " experts and rows of ",
+           p.parts[0].bytes, " bytes need ", bytes, " bytes of shared memory, high throughput has ",
+           arch.dynamic_bytes(), " on this GPU");
   return {plan, HtSendGeometry::of(p, plan, shapes)};
 }
 

@@ -34,11 +34,11 @@ __device__ __forceinline__ void ht_send(const HtArgs<HtDispatchParams>& args, Bl
   }
   if (!has_routed) {
     if (block.is_first()) {
-      clear_next_counters(op);
+      clear_next_counters(op, role.num_ranks());
       const auto word_of = [&](int index) { return message_word_of(p, index); };
       send_message(op, p.offsets, peers, HtMessage::kCounts, word_of);
 #if defined(EP_NETWORK)
-      clear_next_rail_counters(op);
+      clear_next_rail_counters(op, role.part.rail);
       exchange_messages(op, p.offsets, peers, role.part, HtMessage::kCounts, word_of);
 #endif
     }

@@ -25,8 +25,6 @@ HtPlan plan_of(const HtRouteParams& p, int, const Arch& arch) {
 
 HtRouteGeometry geometry_of(const HtRouteParams& p, const HtPlan& plan) { return HtRouteGeometry::of(p, plan); }
 
-void check_served(const HtRouteParams& p, const Arch&) { check_ht_ranks(p.offsets.topology); }
-
 void load_ht_route_kernels() {
   for (auto* kernel : {&ht::dispatch_route<false>, &ht::dispatch_route<true>}) {
     // As the kernel that follows: an SM that changes its split of memory waits until it is empty.

@@ -173,7 +173,7 @@ __device__ __forceinline__ void place_share(const RouteRole& role, const WarpSha
 template <class WordOf>
 __device__ __forceinline__ void cross_with_message(const RouteRole& role, int words, const WordOf& word_of,
                                                    bool is_all) {
-  clear_next_rail_counters(role.op);
+  clear_next_rail_counters(role.op, role.part.rail);
   if (is_all) {
     post_nothing(role.op, role.part, kFirstChunkChannel, kHtRailChunks, role.thread(), role.threads());
   }
@@ -228,7 +228,7 @@ __device__ __forceinline__ void ht_route(const HtArgs<HtRouteParams>& args, Bloc
       return static_cast<uint32_t>(role.tables.sums[role.count_of_word(index - HtMessage::kCounts)]);
     };
     send_message_words(op, p.offsets, peers, words, word_of);
-    clear_next_counters(op);
+    clear_next_counters(op, role.num_ranks());
 #if defined(EP_NETWORK)
     cross_with_message(role, words, word_of, is_all);
 #endif

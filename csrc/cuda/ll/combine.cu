@@ -29,11 +29,6 @@ LlCombineGeometry geometry_of(const LlCombineParams& p, const LlPlan& plan) {
 }
 NoGeometry geometry_of(const LlCombineWeightsParams&, const LlPlan&) { return {}; }
 
-void check_served(const LlCombineParams& p, const Arch&) {
-  EP_CHECK(p.shape.num_ranks <= 64, p.shape.num_ranks, " ranks, low-latency mode on CUDA serves 64");
-}
-void check_served(const LlCombineWeightsParams&, const Arch&) {}
-
 void load_combine_kernels() {
   load_all();
   load_streamed_combine_kernels();

@@ -14,10 +14,9 @@ LlDispatchGeometry geometry_of(const LlDispatchParams& p, const LlPlan& plan) {
 
 void check_served(const LlDispatchParams& p, const Arch& arch) {
   const int64_t bytes = RoutingBitmapShape::of(p).bytes;
-  EP_CHECK(bytes <= arch.dynamic_bytes(), p.shape.num_experts, " experts, max_tokens ", p.shape.max_tokens, " and top-",
-           p.shape.topk, " need ", bytes, " bytes of shared memory, low-latency mode has ", arch.dynamic_bytes(),
-           " on this GPU");
-  EP_CHECK(p.shape.num_ranks <= 64, p.shape.num_ranks, " ranks, low-latency mode on CUDA serves 64");
+  EP_CHECK(bytes <= arch.dynamic_bytes(), p.shape.num_ranks, " ranks, ", p.shape.num_experts, " experts, max_tokens ",
+           p.shape.max_tokens, " and top-", p.shape.topk, " need ", bytes,
+           " bytes of shared memory, low-latency mode has ", arch.dynamic_bytes(), " on this GPU");
 }
 
 void load_dispatch_kernels() {

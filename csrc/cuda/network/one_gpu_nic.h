@@ -11,7 +11,7 @@ namespace ep {
 
 // In device memory, one for all ranks.
 struct OneGpuNic {
-  static constexpr int kMaxItems = 64;
+  static constexpr int kMaxItems = 64, kMaxNicRanks = 128;
 
   // A put that has not landed whole.
   struct Item {
@@ -30,8 +30,8 @@ struct OneGpuNic {
   uint64_t random;   // state; 0: what is sent lands at once and in order
   uint32_t problem;  // the first one
   uint32_t ended;    // blocks of the launch under way
-  uint64_t taken[kMaxCudaRanks];
-  uint64_t puts[kMaxCudaRanks][kMaxCudaRanks], bytes[kMaxCudaRanks][kMaxCudaRanks];  // [from][to]
+  uint64_t taken[kMaxNicRanks];
+  uint64_t puts[kMaxNicRanks][kMaxNicRanks], bytes[kMaxNicRanks][kMaxNicRanks];  // [from][to]
 };
 
 struct OneGpuNetworkArgs : SimulatedNetworkArgs {

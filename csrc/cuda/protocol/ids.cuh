@@ -81,12 +81,42 @@ struct Choice {
   }
 };
 
-// Ranks that have an expert of the token whose choices the lanes hold.
-__device__ __forceinline__ uint64_t destinations(int num_ranks, const Choice& choice) {
-  const uint32_t low = __reduce_or_sync(~0u, choice.rank >= 0 && choice.rank < 32 ? 1u << choice.rank : 0);
-  if (num_ranks <= 32) return low;
-  const uint32_t high = __reduce_or_sync(~0u, choice.rank >= 32 ? 1u << (choice.rank - 32) : 0);
-  return static_cast<uint64_t>(high) << 32 | low;
-}
+// The ranks that the lanes of a warp hold, one each or -1, in ascending order and each once: 32 numbers at a time, as
+// bits of a word. A whole warp calls. In a world of 32 ranks at most there is one word.
+class LaneRanks {
+ public:
+  uint32_t word = 0;  // bit i: rank first() + i is not taken yet
+
+  __device__ __forceinline__ static LaneRanks of(int mine) {
+    LaneRanks ranks;
+    ranks.lane_ = static_cast<uint32_t>(mine) & 0xFFFF;
+    ranks.word = __reduce_or_sync(~0u, static_cast<unsigned>(mine) < 32 ? 1u << mine : 0);
+    return ranks;
+  }
+  __device__ __forceinline__ int first() const { return static_cast<int>(lane_ >> 16); }
+  __device__ __forceinline__ bool has_more(int num_ranks) const {
+    return word != 0 || (num_ranks > 32 && __any_sync(~0u, mine() >= first() + 32));
+  }
+  // If there are more, `word` has one of them afterwards.
+  __device__ __forceinline__ void find() {
+    if (word != 0) return;
+    const auto lowest =
+        static_cast<int>(__reduce_min_sync(~0u, mine() >= first() + 32 ? static_cast<unsigned>(mine()) : ~0u));
+    const int next = lowest & ~31;
+    word = __reduce_or_sync(~0u, mine() >= next && mine() < next + 32 ? 1u << (mine() - next) : 0);
+    lane_ = static_cast<uint32_t>(next) << 16 | (lane_ & 0xFFFF);
+  }
+  __device__ __forceinline__ int take() {
+    find();
+    const int rank = first() + __ffs(static_cast<int>(word)) - 1;
+    word &= word - 1;
+    return rank;
+  }
+
+ private:
+  __device__ __forceinline__ int mine() const { return static_cast<int16_t>(lane_); }
+  static_assert(kMaxRanks < 1 << 15);
+  uint32_t lane_ = 0;  // the lane's rank, and in the upper half first(): registers are few
+};
 
 }  // namespace ep

@@ -33,11 +33,12 @@ struct OpContext {
   mutable uint32_t
       has_given_up;  // high throughput: a thread of the block has given up a wait, or seen another op header
 
-  // kMasksRanks: the ranks that are masked when the operation opens, bit r of 64 for rank r; the same where bit i is
-  // the i-th rank after this one; the sources that a dispatch leaves out; and not 0 if its block must read the routing
-  // again (ll/dispatch/mask_consensus.cuh).
-  uint32_t masked[2], masked_turns[2];
-  mutable uint32_t left_out[2], listens_again[2];
+  // kMasksRanks, words of a RankMask: the ranks that are masked when the operation opens, and whether there are any;
+  // the sources that a dispatch leaves out, those that had masked this rank when its block began to wait
+  // (ll/dispatch/mask_consensus.cuh), and not 0 if the block must read the routing again.
+  static constexpr int kMaskWords = kMasksRanks ? RankMask::kWords : 1;
+  uint32_t masked[kMaskWords], are_any_masked;
+  mutable uint32_t left_out[kMaskWords], has_told[kMaskWords], listens_again;
   // kMasksFarRanks: what leads to ranks of other domains (FarRanks).
   const LlRail* rail;
   const void* network;
@@ -102,7 +103,6 @@ static __device__ __noinline__ void fail(const OpContext& context, Failure::Code
   failure->epoch = context.epoch;
   failure->expected = expected;
   failure->seen = seen;
-  failure->missing = 0;
   failure->mine = *context.header;
   failure->theirs = theirs;
   failure->is_ht = is_high_throughput(*context.header) ? 1 : 0;
@@ -114,7 +114,7 @@ static __device__ __noinline__ void fail(const OpContext& context, Failure::Code
 
 // Of an operation that is open.
 __device__ __forceinline__ bool is_masked(const OpContext& context, int rank) {
-  return kMasksRanks && (context.masked[rank >> 5] >> (rank & 31) & 1) != 0;
+  return kMasksRanks && (context.masked[RankMask::word_of(rank)] & RankMask::bit_of(rank)) != 0;
 }
 
 // Ranks of other domains, which stores do not reach. Of kernels that mask ranks and cross domains

@@ -3,6 +3,7 @@
 
 #include "base/check.h"
 #include "base/platform.h"
+#include "layout/common/rank_mask.h"
 
 namespace ep {
 
@@ -17,6 +18,7 @@ struct Topology {
 
   static Topology make(int num_ranks, int domain_size) {
     EP_CHECK(num_ranks >= 1, "a world needs at least one rank, got ", num_ranks);
+    EP_CHECK(num_ranks <= kMaxRanks, num_ranks, " ranks, a world has at most ", kMaxRanks);
     EP_CHECK(domain_size >= 1 && num_ranks % domain_size == 0, num_ranks, " ranks do not divide into domains of ",
              domain_size);
     return Topology{num_ranks, domain_size};

@@ -37,6 +37,12 @@ constexpr int kNumHtSignals = 10;
 // CUDA announces the rows of one rank to another in chunks, so that the receiver can begin before the last row has
 // come: the signal's line holds a word for each chunk.
 constexpr int kHtChunks = 16;
+// Of many ranks fewer: a block has a table of all chunks of all ranks in its shared memory.
+EP_HD int ht_chunks(int num_ranks) {
+  constexpr int kEntries = 64 * kHtChunks;
+  const int chunks = kEntries / num_ranks;
+  return chunks < 1 ? 1 : chunks < kHtChunks ? chunks : kHtChunks;
+}
 EP_HD int chunk_of(int index, int count, int chunks) { return index * chunks / count; }
 EP_HD int chunk_begin(int chunk, int count, int chunks) { return ceil_div(chunk * count, chunks); }
 EP_HD int chunk_size(int chunk, int count, int chunks) {
@@ -67,7 +73,7 @@ struct HtMessage {
 
 // Bytes of the regions; all 0 where a buffer has no HT.
 struct HtSizes {
-  uint64_t message_words = 0;  // of an op message
+  uint64_t message_words = 0;  // of a dispatch's op message
   uint64_t slot_bytes = 0;     // metadata of received rows
   uint64_t row_bytes = 0;      // staged rows
   uint64_t route_bytes = 0;    // several domains: routes that cross, of one direction
@@ -81,35 +87,44 @@ struct HtSizes {
 
 struct HtWindow {
   Region<uint64_t> signals;                // [kNumHtSignals][R], each on a line of its own
-  Region<TaggedWord> messages[kNumKinds];  // op messages: [bank][source][message_words]
+  Region<TaggedWord> messages[kNumKinds];  // op messages: [bank][source][words_of(kind)]
   Region<char> slots;
   Region<char> rows;
   Region<char> routes_out, routes_in;
   Region<char> rail_out, rail_in;
   // Of several domains of GPUs. rail_out and rail_in have the bytes of routes and rows, in whose place an operation
   // lays out its own.
-  Region<uint32_t> records_out;  // op messages for the rail peers: [kind][bank][message_words]
-  Region<uint32_t> records_in;   // [kind][bank][domain][message_words]
+  Region<uint32_t> records_out;  // op messages for the rail peers: [kind][bank][words_of(kind)]
+  Region<uint32_t> records_in;   // [kind][bank][domain][words_of(kind)]
   Region<char> arena;
-  uint64_t message_words = 0;
+  uint64_t message_words = 0;  // of a dispatch; 0: the buffer has no high throughput
 
   static constexpr int kSignalStride = 128;
   static_assert(kHtChunks * sizeof(uint64_t) <= kSignalStride);
+
+  // Of an op message. Only a dispatch has counts.
+  uint64_t words_of(Kind kind) const {
+    return kind == Kind::kDispatch || message_words == 0 ? message_words : uint64_t{HtMessage::kCounts};
+  }
 
   static HtWindow make(Carver& carver, int num_ranks, const HtSizes& sizes) {
     HtWindow window;
     if (!sizes.any()) return window;
     window.message_words = align_up<uint64_t>(sizes.message_words, 16);
     window.signals = carver.take<uint64_t>(static_cast<uint64_t>(kNumHtSignals) * num_ranks * kSignalStride / 8);
-    for (auto& messages : window.messages)
-      messages = carver.take<TaggedWord>(kNumBanks * num_ranks * window.message_words);
+    uint64_t all_words = 0;
+    for (const Kind kind : {Kind::kDispatch, Kind::kCombine}) {
+      const uint64_t words = window.words_of(kind);
+      window.messages[static_cast<int>(kind)] = carver.take<TaggedWord>(kNumBanks * num_ranks * words);
+      all_words += words;
+    }
     window.slots = carver.take<char>(sizes.slot_bytes);
     window.rows = carver.take<char>(sizes.row_bytes);
     if (sizes.rail_domain_size > 0) {
       const auto domains = static_cast<uint64_t>(num_ranks / sizes.rail_domain_size);
       const uint64_t rail_bytes = sizes.route_bytes + sizes.rail_bytes + domains * kHtRailSlack;
-      window.records_out = carver.take<uint32_t>(kNumKinds * kNumBanks * window.message_words);
-      window.records_in = carver.take<uint32_t>(kNumKinds * kNumBanks * domains * window.message_words);
+      window.records_out = carver.take<uint32_t>(kNumBanks * all_words);
+      window.records_in = carver.take<uint32_t>(kNumBanks * domains * all_words);
       window.rail_out = carver.take<char>(rail_bytes);
       window.rail_in = carver.take<char>(rail_bytes);
     } else {
@@ -196,7 +211,7 @@ struct HtOffsets {
     offsets.row = row;
     offsets.slot = {shape.topk};
     offsets.route = {shape.topk};
-    offsets.message_words = window.message_words;
+    offsets.message_words = window.words_of(kind);
     offsets.signals = window.signals.offset;
     offsets.messages = window.messages[static_cast<int>(kind)].offset;
     offsets.slots = window.slots.offset;

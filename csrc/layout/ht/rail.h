@@ -92,7 +92,7 @@ struct HtRail {
     rail.route_at = row.body_bytes;
     rail.entry_bytes = row.body_bytes + route_bytes;
     rail.domain_bytes = static_cast<uint64_t>(shape.max_tokens) * rail.entry_bytes + kHtRailSlack;
-    rail.record_bytes = window.message_words * sizeof(uint32_t);
+    rail.record_bytes = window.words_of(kind) * sizeof(uint32_t);
     const auto kind_index = static_cast<uint64_t>(kind);
     rail.records_out = window.records_out.at(kind_index * kNumBanks * window.message_words);
     rail.records_in = window.records_in.at(kind_index * kNumBanks * rail.num_domains * window.message_words);

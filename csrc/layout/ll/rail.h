@@ -13,6 +13,8 @@
 namespace ep {
 
 constexpr int kMaxRailShare = 2048;
+// Words of RankMasks of the ranks of a link, one for each token of a share.
+constexpr int kMaxShareWords = 2 * kMaxRailShare;
 // Bytes of a token's scalars, which combine_weights sends in place of a row.
 EP_HD int scalar_row_bytes(int topk) { return align_up(topk * 4, 16); }
 

@@ -29,9 +29,16 @@ struct UnderWay {
   }
 };
 
-int most_ht_workers(int stage_bytes, HtWork work, const Arch& arch) {
+// Shared memory for rows. What Arch::stage_bytes() leaves has room for the tables of 64 ranks; each further one takes
+// `rank_bytes`.
+int room_for_rows(int num_ranks, int rank_bytes, const Arch& arch) {
+  return arch.stage_bytes() - std::max(0, num_ranks - 64) * rank_bytes;
+}
+
+int most_ht_workers(int stage_bytes, HtWork work, int num_ranks, const Arch& arch) {
+  const int room = room_for_rows(num_ranks, 8 * kHtMaxParts + 9 * 4, arch);  // HtSendGeometry
   // What shared memory does not take is an SM's cache, through which rows are copied.
-  const int shared_bytes = work.copies ? std::min(arch.stage_bytes(), 190 * 1024) : arch.stage_bytes();
+  const int shared_bytes = work.copies ? std::min(room, 190 * 1024) : room;
   return std::clamp(shared_bytes / stage_bytes, 1, work.copies ? 14 : 24);
 }
 
@@ -41,7 +48,7 @@ HtPlan plan_ht_dispatch(int stage_bytes, HtWork work, int num_ranks, const Arch&
   plan.blocks = num_sms;
   plan.shared_bytes = arch.stage_bytes();
   if (work.copies) {
-    plan.chunks = kHtChunks;
+    plan.chunks = ht_chunks(num_ranks);
     // Where links fill up, a block's copies wait behind its stores. Between two ranks few blocks do not fill them.
     const bool fills_links = num_sms > 1 && (num_ranks > 2 || num_sms > 32);
     if (fills_links) plan.senders = std::max(1, num_sms * (work.converts ? 7 : 5) / 16);
@@ -50,7 +57,7 @@ HtPlan plan_ht_dispatch(int stage_bytes, HtWork work, int num_ranks, const Arch&
   const UnderWay under_way = work.converts ? UnderWay{0.4e6, 3.4e6} : UnderWay{0.64e6, 1.41e6};
   const bool shares_blocks = work.copies && plan.senders == 0;
   const int least = shares_blocks && work.repeats ? 4 : 6;
-  int most = most_ht_workers(stage_bytes, work, arch);
+  int most = most_ht_workers(stage_bytes, work, num_ranks, arch);
   if (shares_blocks) most = std::min(most, 12);
   const int blocks = plan.senders > 0 ? plan.senders : plan.blocks;
   plan.workers = std::clamp(under_way.warps(num_ranks, blocks, stage_bytes), std::min(least, most), most);
@@ -63,12 +70,12 @@ HtPlan plan_ht_combine(HtWork work, int num_ranks, const Arch& arch) {
   constexpr int kMaxWarps = 24, kWarpBytes = 8192;  // of rings
   HtPlan plan;
   plan.blocks = num_sms;
-  plan.shared_bytes = arch.stage_bytes();
+  plan.shared_bytes = room_for_rows(num_ranks, 8 + 4 * 4 + 3 * 4, arch);  // HtCombineGeometry
   const int most = std::clamp(plan.shared_bytes / kWarpBytes, 2, kMaxWarps);
   if (work.copies) {
     plan.warps = most;
     plan.workers = std::max(1, (work.adds ? (num_ranks > 2 ? 7 : 6) : 11) * most / kMaxWarps);
-    plan.chunks = kHtChunks;
+    plan.chunks = ht_chunks(num_ranks);
     plan.unit_pieces = num_ranks > 2 ? 4 : 0;
   } else {
     plan.warps = plan.workers =

@@ -36,7 +36,7 @@ struct HtWork {
 constexpr int kHtRouteBlocks = 32;
 HtPlan plan_ht_route(const Arch& arch);
 // `stage_bytes`: of a row in shared memory. Most workers: of a block of any plan.
-int most_ht_workers(int stage_bytes, HtWork work, const Arch& arch);
+int most_ht_workers(int stage_bytes, HtWork work, int num_ranks, const Arch& arch);
 HtPlan plan_ht_dispatch(int stage_bytes, HtWork work, int num_ranks, const Arch& arch);
 // `work.copies`: before others read the rows.
 HtPlan plan_ht_combine(HtWork work, int num_ranks, const Arch& arch);

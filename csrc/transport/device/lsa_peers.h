@@ -16,7 +16,7 @@ struct LsaPeers {
   bool can_be_masked = false;  // low latency may mask some of them: it has kernels of its own for that
   // Of several domains: the ranks of the own one, and those that a link of low latency serves. `base` is where rank 0
   // would be.
-  uint8_t first = 0, size = 0, link_size = 1;
+  uint16_t first = 0, size = 0, link_size = 1;
 
   template <class T>
   EP_HD T* at(int peer, Offset offset) const {

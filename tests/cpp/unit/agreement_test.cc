@@ -145,8 +145,11 @@ TEST(Describe, AFailureIsToldWithRankAndOperation) {
       "the handle of the same dispatch?");
   failure.seen = 7;
   EXPECT_EQ(describe(failure, 1, 2.5).find("expected"), std::string::npos) << "where both are the same";
-  failure.missing = 1ull << 3 | 1ull << 5 | 1ull << 63;
-  EXPECT_NE(describe(failure, 1, 2.5).find("; nothing of this call was heard from rank 3, 5, 63"), std::string::npos);
+  for (int rank : {3, 5, 63, 64, 1151}) failure.missing.add(rank);
+  EXPECT_NE(describe(failure, 1, 2.5).find("; nothing of this call was heard from rank 3, 5, 63, 64, 1151"),
+            std::string::npos);
+  for (int rank = 72; rank < 144; rank++) failure.missing.add(rank);
+  EXPECT_NE(describe(failure, 1, 2.5).find(" from rank 3, 5, 63, 64, 72 to 143, 1151"), std::string::npos);
   failure.code = Failure::kOtherOp;
   failure.mine = failure.theirs = dispatch_call();
   failure.theirs.words[OpHeader::kHidden] = 4096;
@@ -156,6 +159,12 @@ TEST(Describe, AFailureIsToldWithRankAndOperation) {
   EXPECT_NE(text.find("rank 3 called dispatch(bf16, hidden 4096"), std::string::npos) << text;
 }
 
+RankMask mask_of(std::initializer_list<int> ranks) {
+  RankMask mask;
+  for (int rank : ranks) mask.add(rank);
+  return mask;
+}
+
 TEST(Describe, AFailureIsToldWithItsNode) {
   const Topology topology = Topology::make(64, 2);
   Failure failure;
@@ -163,16 +172,19 @@ TEST(Describe, AFailureIsToldWithItsNode) {
   failure.peer = 3;
   EXPECT_EQ(node_of(failure, topology), "; rank 3 is on node 1");
   EXPECT_EQ(node_of(failure, Topology::make(64, 64)), "");
-  failure.missing = 0b1001;
+  failure.missing = mask_of({0, 3});
   EXPECT_EQ(node_of(failure, topology), "; rank 3 is on node 1");
-  failure.missing = 0b1100;
+  failure.missing = mask_of({2, 3});
   EXPECT_EQ(node_of(failure, topology), "; rank 3 is on node 1, of which no rank was heard");
   failure.peer = 63;
-  failure.missing = 3ull << 62;
+  failure.missing = mask_of({62, 63});
   EXPECT_EQ(node_of(failure, topology), "; rank 63 is on node 31, of which no rank was heard");
   failure.peer = 70;
-  failure.missing = ~0ull;
-  EXPECT_EQ(node_of(failure, Topology::make(128, 64)), "; rank 70 is on node 1");
+  failure.missing = {};
+  for (int rank = 72; rank < 144; rank++) failure.missing.add(rank);
+  EXPECT_EQ(node_of(failure, Topology::make(144, 72)), "; rank 70 is on node 0");
+  failure.peer = 100;
+  EXPECT_EQ(node_of(failure, Topology::make(144, 72)), "; rank 100 is on node 1, of which no rank was heard");
 }
 
 }  // namespace

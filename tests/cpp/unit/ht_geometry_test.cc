@@ -132,6 +132,37 @@ TEST(HtRouteGeometry, RefusesWhatItCannotCount) {
   EXPECT_THROW(HtRouteGeometry::of(p, plan_ht_route(sm_90(12))), Error);
 }
 
+// 16 racks of 72, and as many ranks as a world has: tables of all of them, and rows of 7168 in bf16.
+TEST(HtPlan, HasRoomForTheTablesOfManyRanks) {
+  for (int ranks : {64, 72, 80, 128, 144, 256, 576, 1152, kMaxRanks}) {
+    EXPECT_LE(ht_chunks(ranks), kHtChunks);
+    EXPECT_GE(ht_chunks(ranks), ranks <= 64 ? kHtChunks : 1);
+    for (HtWork work : {HtWork{}, HtWork{.copies = true}, HtWork{.copies = true, .repeats = true}}) {
+      HtDispatchParams dispatch;
+      dispatch.shape = Shape::make(ranks, 2 * ranks, 8, 64);
+      dispatch.output.local_experts = 2;
+      dispatch.offsets.topology = Topology::make(ranks, 1);
+      constexpr int kStage = 14336;
+      HtPlan plan = plan_ht_dispatch(kStage, work, ranks, sm_90());
+      plan.workers = most_ht_workers(kStage, work, ranks, sm_90());
+      EXPECT_GE(plan.workers, 1);
+      HtSendGeometry shapes;
+      shapes.stage_bytes = kStage;
+      EXPECT_LE(HtSendGeometry::of(dispatch, plan, shapes).bytes, 220 * 1024) << ranks;
+      HtCombineParams combine;
+      combine.shape = dispatch.shape;
+      combine.hidden = 7168;
+      const HtPlan combining = plan_ht_combine(work, ranks, sm_90());
+      EXPECT_GE(combining.warps, combining.workers);
+      EXPECT_LE(HtCombineGeometry::of(combine, combining).bytes, 220 * 1024) << ranks;
+    }
+    HtRouteParams route;
+    route.shape = Shape::make(ranks, 2 * ranks, 8, 64);
+    route.num_tokens = 64;
+    EXPECT_LE(HtRouteGeometry::of(route, plan_ht_route(sm_90())).bytes, 200 * 1024) << ranks;
+  }
+}
+
 TEST(HtPlan, FitsTheKernelsLimits) {
   for (int stage : {128, 7424, 14336, 65536, 2 * 65536}) {
     for (HtWork work : {HtWork{}, HtWork{.converts = true}, HtWork{.copies = true}, HtWork{true, true}}) {
@@ -141,7 +172,7 @@ TEST(HtPlan, FitsTheKernelsLimits) {
           EXPECT_EQ(plan.blocks, num_sms);
           EXPECT_GE(plan.workers, 1);
           EXPECT_LE(plan.workers, plan.warps);
-          EXPECT_LE(plan.workers, most_ht_workers(stage, work, sm_90()));
+          EXPECT_LE(plan.workers, most_ht_workers(stage, work, ranks, sm_90()));
           EXPECT_LE(plan.workers * stage, std::max(stage, kSharedBytes));
           EXPECT_LE(plan.threads(), 896);
           EXPECT_EQ(plan.chunks, work.copies ? kHtChunks : 1);
@@ -172,7 +203,7 @@ TEST(HtPlan, FitsTheKernelsLimits) {
     EXPECT_LE(plan.warps, HtCombineGeometry::kMaxWarps);
     EXPECT_EQ(plan.helpers() > 0, work.copies);
     HtCombineParams p;
-    p.shape = Shape::make(kMaxCudaRanks, 256, 8, 8);
+    p.shape = Shape::make(64, 256, 8, 8);
     p.hidden = 7168;
     const HtCombineGeometry g = HtCombineGeometry::of(p, plan);
     EXPECT_EQ(g.tables_at, plan.warps * HtCombineGeometry::kRingBytes);

@@ -13,11 +13,13 @@
 namespace ep {
 namespace {
 
-void add_calls(std::vector<Piece>& pieces, const HtOffsets& offsets, const std::string& kind, const Shape& shape) {
+// `words`: of an op message.
+void add_calls(std::vector<Piece>& pieces, const HtOffsets& offsets, const std::string& kind, const Shape& shape,
+               int words) {
   for (int source = 0; source < shape.num_ranks; source++) {
     for (int bank = 0; bank < kNumBanks; bank++) {
       const Offset begin = offsets.message_word(bank, source, 0);
-      const Offset end = offsets.message_word(bank, source, HtMessage::words(shape.num_ranks, shape.num_experts));
+      const Offset end = offsets.message_word(bank, source, words);
       pieces.push_back({begin, end, kind + "call"});
     }
   }
@@ -26,8 +28,8 @@ void add_calls(std::vector<Piece>& pieces, const HtOffsets& offsets, const std::
 // Every byte that the two kinds may touch; rows of both use the same place, one operation after the other.
 std::vector<Piece> all_pieces(const HtOffsets& dispatch, const HtOffsets& combine, const Shape& shape) {
   std::vector<Piece> pieces;
-  add_calls(pieces, dispatch, "dispatch ", shape);
-  add_calls(pieces, combine, "combine ", shape);
+  add_calls(pieces, dispatch, "dispatch ", shape, HtMessage::words(shape.num_ranks, shape.num_experts));
+  add_calls(pieces, combine, "combine ", shape, HtMessage::kCounts);
   for (int which = 0; which < kNumHtSignals; which++) {
     for (int source = 0; source < shape.num_ranks; source++) {
       const Offset at = dispatch.signal(static_cast<HtSignal>(which), source);

@@ -155,6 +155,10 @@ T __reduce_or_sync(unsigned mask, T value) {
   return ep::emulator::reduce(mask, value, [](T a, T b) { return a | b; });
 }
 template <class T>
+T __reduce_min_sync(unsigned mask, T value) {
+  return ep::emulator::reduce(mask, value, [](T a, T b) { return std::min(a, b); });
+}
+template <class T>
 T __reduce_max_sync(unsigned mask, T value) {
   return ep::emulator::reduce(mask, value, [](T a, T b) { return std::max(a, b); });
 }

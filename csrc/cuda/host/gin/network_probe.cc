@@ -17,8 +17,6 @@ NetworkProbe::NetworkProbe(Bootstrap& bootstrap, int device, const Topology& top
       num_contexts_(num_contexts) {
   EP_CHECK(num_contexts >= 1 && num_contexts <= kMaxProbeContexts, "num_contexts is ", num_contexts, ", must be 1 to ",
            kMaxProbeContexts);
-  EP_CHECK(topology.num_ranks <= NetworkProbeParams::kMaxPeers, topology.num_ranks, " ranks, the probe serves ",
-           NetworkProbeParams::kMaxPeers);
   const DeviceGuard guard(device_);
   on_all_ranks(bootstrap, [&] {
     gin_library();  // before anything that takes time
@@ -82,6 +80,8 @@ void NetworkProbe::enqueue(const Exchange& given, cudaStream_t stream) {
   params.rank = rank_;
   params.num_ranks = topology_.num_ranks;
   params.num_contexts = num_contexts_;
+  EP_CHECK(given.peers.size() <= NetworkProbeParams::kMaxPeers, given.peers.size(), " peers of the probe, at most ",
+           NetworkProbeParams::kMaxPeers);
   for (int peer : given.peers) {
     EP_CHECK(peer >= 0 && peer < topology_.num_ranks && !topology_.is_lsa(peer, rank_), "rank ", peer,
              " is no rank of another domain");

@@ -20,6 +20,8 @@ class Nic {
  public:
   explicit Nic(const NetworkConfig& config)
       : num_ranks_(config.topology.num_ranks), num_signals_(config.shape.num_signals) {
+    EP_CHECK(num_ranks_ <= OneGpuNic::kMaxNicRanks, num_ranks_,
+             " ranks of several domains on one GPU, its network serves ", OneGpuNic::kMaxNicRanks);
     words_ = static_cast<size_t>(config.shape.num_contexts) * num_signals_;
     EP_CUDA(cudaMalloc(reinterpret_cast<void**>(&queues_), num_ranks_ * sizeof(NicQueue)));
     EP_CUDA(cudaMalloc(reinterpret_cast<void**>(&signals_), num_ranks_ * words_ * sizeof(uint64_t)));

@@ -12,8 +12,8 @@ inline namespace EP_KERNELS {
 struct PullRoute {
   OwnChoice choice;
   SameOwner group;
-  int flow = -1;  // of the choice's row, from its rank to this one
-  uint64_t ranks = 0;
+  int flow = -1;      // of the choice's row, from its rank to this one
+  int num_ranks = 0;  // that have an expert of the token
   // Of the lane-th rank that has an expert of the token:
   const char* source = nullptr;  // null: that rank has dropped all rows of the token
   bool is_in_place = false;
@@ -29,7 +29,7 @@ struct PullRoute {
   __device__ __forceinline__ int chunk(const HtCombineRole& role) const {
     if (!group.leads || (!role.p.has_values && role.reads_in_place(group.rank))) return -1;
     const Flows& flows = role.tables.flows;
-    return chunk_of(choice.slot - flows.to_first[flow], flows.to[flow], kHtChunks);
+    return chunk_of(choice.slot - flows.to_first[flow], flows.to[flow], role.tables.announced);
   }
   // Acquire.
   __device__ __forceinline__ bool is_ready(const HtCombineRole& role) const {
@@ -55,7 +55,6 @@ struct PullRoute {
   }
   __device__ __forceinline__ void resolve(const HtCombineRole& role) {
     const HtCombineParams& p = role.p;
-    ranks = destinations(role.num_ranks(), Choice{group.rank});
     const int32_t first_row = group.first_fitting(choice.row);
     const char* mine = nullptr;
     if (group.leads && first_row >= 0 && p.has_rows()) {
@@ -71,13 +70,13 @@ struct PullRoute {
     }
     // From the leaders' lanes to the order of ranks.
     const auto address = reinterpret_cast<unsigned long long>(mine);
-    int lane = 0;
+    LaneRanks rest = LaneRanks::of(group.rank);
 #pragma unroll 1
-    for (uint64_t rest = ranks; rest != 0; rest &= rest - 1, lane++) {
-      const int rank = __ffsll(static_cast<long long>(rest)) - 1;
+    for (; rest.has_more(role.num_ranks()); num_ranks++) {
+      const int rank = rest.take();
       const int leader = __ffs(static_cast<int>(__ballot_sync(~0u, group.leads && group.rank == rank))) - 1;
       const unsigned long long found = __shfl_sync(~0u, address, leader);
-      if (role.lane != lane) continue;
+      if (role.lane != num_ranks) continue;
       source = reinterpret_cast<const char*>(found);
       is_in_place = role.reads_in_place(rank);
     }
@@ -145,7 +144,7 @@ struct PulledRows {
     const unsigned found = __ballot_sync(~0u, route.source != nullptr);
     rows.put(unit, found);
     // A rank that has dropped all rows of the token counts with +0: it is no matter when that is added.
-    const bool has_all = __popc(found) == __popcll(route.ranks);
+    const bool has_all = __popc(found) == route.num_ranks;
     const bool begins_with_zero = !has_all || (found == 0 && (kTermsAlone || !begins_with_bias(p)));
     if (kIn != kWire) in_place.put(unit, __ballot_sync(~0u, route.is_in_place));
     put_token(unit, token, begins_with_zero);

@@ -24,24 +24,26 @@ struct CombineTables {
   // Of segments, (chunk, home) in that order:
   int* segment_start;  // [chunks * R + 1] slots staged before
   int* segment_slot;   // [chunks * R] the first slot, less segment_start
-  uint32_t* ready;     // [R, kHtChunks] not 0: a warp of the block has seen that the chunk may be read
+  uint32_t* ready;     // [R, announced] not 0: a warp of the block has seen that the chunk may be read
+  int announced;       // chunks of each rank
 
-  __device__ static CombineTables of(char* shared, int ranks, int chunks) {
+  __device__ static CombineTables of(char* shared, int ranks, int chunks, int announced) {
     SharedTables tables{shared};
     CombineTables t;
     t.offsets = tables.take<Offset>(ranks);
     t.flows = Flows::of(tables, ranks);
     t.segment_start = tables.take<int>(chunks * ranks + 1);
     t.segment_slot = tables.take<int>(chunks * ranks);
-    t.ready = tables.take<uint32_t>(kHtChunks * ranks);
+    t.ready = tables.take<uint32_t>(announced * ranks);
+    t.announced = announced;
     return t;
   }
   // Acquire and release, within the block: one look at a signal is enough.
   __device__ __forceinline__ bool knows_ready(int rank, int chunk) const {
-    return !testing_without_flags() && ptx::ld_acquire_shared(ready + rank * kHtChunks + chunk) != 0;
+    return !testing_without_flags() && ptx::ld_acquire_shared(ready + rank * announced + chunk) != 0;
   }
   __device__ __forceinline__ void note_ready(int rank, int chunk) const {
-    if (!testing_without_flags()) ptx::st_release_shared(ready + rank * kHtChunks + chunk, 1);
+    if (!testing_without_flags()) ptx::st_release_shared(ready + rank * announced + chunk, 1);
   }
 };
 
@@ -84,6 +86,7 @@ struct HtCombineRole : HtBlock {
 // Words of combine's op message: where its rows may be read in place, low word first; kNoOffset: staged.
 constexpr int kCombineRowsOffset = HtMessage::kOffsets;
 constexpr int kCombineMessageWords = kCombineRowsOffset + 2;
+static_assert(kCombineMessageWords <= HtMessage::kCounts);
 
 __device__ __forceinline__ uint32_t combine_word_of(const HtCombineParams& p, int index) {
   if (index < kCombineRowsOffset) return 0;
@@ -102,7 +105,7 @@ __device__ __forceinline__ void fill_tables(const HtCombineRole& role) {
     if (role.lane == 0) t.offsets[r] = await_message_offset(role.op, p.offsets, role.peers, r, kCombineRowsOffset);
   }
 #pragma unroll 1
-  for (int i = role.thread(); i < kHtChunks * ranks; i += role.threads()) t.ready[i] = 0;
+  for (int i = role.thread(); i < t.announced * ranks; i += role.threads()) t.ready[i] = 0;
   __syncthreads();
   if (!role.geometry.has_staging || role.warp != 0) return;
   const auto size_of_segment = [&](int i) {

@@ -12,11 +12,6 @@
 
 namespace ep {
 
-inline void check_ht_ranks(const Topology& topology) {
-  EP_CHECK(topology.num_ranks <= kMaxCudaRanks, topology.num_ranks, " ranks, high throughput on CUDA serves ",
-           kMaxCudaRanks);
-}
-
 inline int rank_bits_of(const Shape& shape) { return std::bit_width(static_cast<unsigned>(shape.num_ranks - 1)); }
 
 // The first kernel of a dispatch that routes: counts, their exchange, places.
@@ -139,6 +134,7 @@ struct HtCombineGeometry {
   Divisor by_parts;   // units of a token
   int row_lanes = 0;  // lanes' worths of a row
   bool has_staging = false;
+  int chunks = 1;     // in which ranks announce rows that they stage
   int rank_bits = 0;  // of a rank
   Divisor by_local_experts;
   int tables_at = 0, bytes = 0;  // of shared memory
@@ -165,7 +161,8 @@ struct HtCombineGeometry {
     g.by_local_experts = Divisor::of(p.shape.local_experts());
     const int ranks = p.shape.num_ranks;
     g.tables_at = plan.warps * kRingBytes;
-    g.bytes = g.tables_at + ranks * (8 + 4 * 4) + 4 * (2 * plan.chunks * ranks + 1 + kHtChunks * ranks) + 64;
+    g.chunks = ht_chunks(ranks);
+    g.bytes = g.tables_at + ranks * (8 + 4 * 4) + 4 * (2 * plan.chunks * ranks + 1 + g.chunks * ranks) + 64;
     return g;
   }
 };

@@ -98,11 +98,12 @@ __device__ __forceinline__ HtCounters& counters_of(const OpContext& op) {
 }
 
 // The first block clears the counters of the next operation: its last user, the operation before this one, is over.
-__device__ __forceinline__ void clear_next_counters(const OpContext& op) {
+__device__ __forceinline__ void clear_next_counters(const OpContext& op, int num_ranks) {
   if (has_bug(Bug::kSkippedReset, op.kind)) return;
   auto* words = reinterpret_cast<uint32_t*>(&op.state->ht_counters[static_cast<int>(op.kind)][~op.epoch & 1]);
+  const int count = static_cast<int>(offsetof(HtCounters, ready) / 4) + num_ranks * kHtChunks;
 #pragma unroll 1
-  for (unsigned i = threadIdx.x; i < sizeof(HtCounters) / 4; i += blockDim.x) words[i] = 0;
+  for (int i = static_cast<int>(threadIdx.x); i < count; i += static_cast<int>(blockDim.x)) words[i] = 0;
 }
 
 }  // namespace EP_KERNELS

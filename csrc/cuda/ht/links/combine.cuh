@@ -218,7 +218,7 @@ struct DomainSums : PulledRows<kIn, kWire, kOut, kLaneCount> {
     const unsigned present = __ballot_sync(~0u, found.source != nullptr);
     rows.put(unit, present);
     // A rank that has dropped all rows of the token counts with +0.
-    const bool has_all = __popc(present) == __popcll(found.ranks);
+    const bool has_all = __popc(present) == found.num_ranks;
     put_token(unit, 0, !has_all || present == 0);
     if (kIn != kWire) in_place.put(unit, __ballot_sync(~0u, found.is_in_place));
     targets.put(unit, reinterpret_cast<unsigned long long>(target));
@@ -293,7 +293,8 @@ struct HomeSums : PulledRows<kIn, kWire, kOut, kLaneCount> {
   using Base = PulledRows<kIn, kWire, kOut, kLaneCount>;
   using Base::role, Base::next_unit, Base::next, Base::pieces, Base::rows, Base::put_token, Base::source, Base::kFailed;
 
-  // Chunks that are known to have come, a bit each: in lane i of domains i and, in the upper half, i + 32.
+  // Chunks that are known to have come, a bit each: in lane i of domains i and, in the upper half, i + 32. Of further
+  // domains the network is asked each time.
   uint32_t known = 0;
 
   __device__ __forceinline__ explicit HomeSums(const HtCombineRole& a_role) : Base(a_role) {}
@@ -348,7 +349,7 @@ struct HomeSums : PulledRows<kIn, kWire, kOut, kLaneCount> {
   // Whether all sums of the token have come; `waits`: until they have, or the wait is given up.
   __device__ __forceinline__ bool is_ready(const Sum& sum, bool waits) {
     const int holder = sum.domain >= 0 ? sum.domain % 32 : 0, shift = sum.domain >= 32 ? 16 : 0;
-    const bool is_known = (__shfl_sync(~0u, known, holder) >> (shift + sum.chunk) & 1) != 0;
+    const bool is_known = (__shfl_sync(~0u, known, holder) >> (shift + sum.chunk) & 1) != 0 && sum.domain < 64;
     const bool asks = sum.domain >= 0 && !is_known;
     bool ok = !asks || (waits ? await_sum(sum) : has_come(sum));
     unsigned found = __ballot_sync(~0u, asks && ok);
@@ -357,7 +358,7 @@ struct HomeSums : PulledRows<kIn, kWire, kOut, kLaneCount> {
       const int lane = __ffs(static_cast<int>(found)) - 1;
       const int domain = __shfl_sync(~0u, sum.domain, lane), chunk = __shfl_sync(~0u, sum.chunk, lane);
       if (domain != role.part.rail.domain) stamp(Stamp::kLastArrival, role.peers.rank);
-      if (role.lane == domain % 32) known |= 1u << (chunk + (domain >= 32 ? 16 : 0));
+      if (role.lane == domain % 32 && domain < 64) known |= 1u << (chunk + (domain >= 32 ? 16 : 0));
     }
     ok = __all_sync(~0u, ok) != 0;
     __syncwarp();
@@ -389,16 +390,16 @@ struct HomeSums : PulledRows<kIn, kWire, kOut, kLaneCount> {
       }
       p.out_values[static_cast<int64_t>(own) * p.shape.topk + role.lane] = __uint_as_float(bits);
     }
-    uint64_t domains = p.has_rows() ? destinations(p.shape.num_ranks, Choice{sum.domain}) : 0;
-    const int count = __popcll(domains);
+    LaneRanks domains = LaneRanks::of(p.has_rows() ? sum.domain : -1);
+    int count = 0;
     source = nullptr;
     // From the choices' lanes to the order of domains.
 #pragma unroll 1
-    for (int lane = 0; domains != 0; domains &= domains - 1, lane++) {
-      const int domain = __ffsll(static_cast<long long>(domains)) - 1;
+    for (; domains.has_more(role.part.rail.num_domains); count++) {
+      const int domain = domains.take();
       const int holder = __ffs(static_cast<int>(__ballot_sync(~0u, sum.domain == domain))) - 1;
       const auto found = __shfl_sync(~0u, reinterpret_cast<unsigned long long>(sum.entry), holder);
-      if (role.lane == lane) source = reinterpret_cast<const char*>(found);
+      if (role.lane == count) source = reinterpret_cast<const char*>(found);
     }
     rows.put(unit, __ballot_sync(~0u, source != nullptr));
     put_token(unit, own, count == 0 && !begins_with_bias(p));

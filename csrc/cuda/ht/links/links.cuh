@@ -14,10 +14,14 @@ __device__ __forceinline__ HtRailCounters& rail_counters_of(const OpContext& op)
 }
 
 // As clear_next_counters() does.
-__device__ __forceinline__ void clear_next_rail_counters(const OpContext& op) {
-  auto* words = reinterpret_cast<uint32_t*>(&op.state->ht_rail_counters[static_cast<int>(op.kind)][~op.epoch & 1]);
+__device__ __forceinline__ void clear_next_rail_counters(const OpContext& op, const HtRail& rail) {
+  HtRailCounters& next = op.state->ht_rail_counters[static_cast<int>(op.kind)][~op.epoch & 1];
+  if (threadIdx.x == 0) next.taken = next.finished = 0;
 #pragma unroll 1
-  for (unsigned i = threadIdx.x; i < sizeof(HtRailCounters) / 4; i += blockDim.x) words[i] = 0;
+  for (int i = static_cast<int>(threadIdx.x); i < rail.num_domains * kHtRailChunks; i += static_cast<int>(blockDim.x)) {
+    if (i < rail.num_domains) next.places[i] = 0;
+    next.done[i] = 0;
+  }
 }
 
 // One thread waits for a channel of the rail peer in `domain`. False: the wait was given up. Here and in post() the

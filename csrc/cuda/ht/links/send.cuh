@@ -12,7 +12,7 @@ inline namespace EP_KERNELS {
 
 // What workers count: rows of a flow (FlowEnds) that lie at their receiver, by its chunks; then rows of a domain's
 // chunk that lie in the staging.
-constexpr int kFlowCounters = kMaxCudaRanks * kHtChunks;
+constexpr int kFlowCounters = kMaxRanks * kHtChunks;
 
 // The staging's chunk `chunk` for `domain`, of so many rows, or a signal alone if the rank has no token for it.
 __device__ __forceinline__ void send_chunk(const SendRole& role, int domain, int chunk, int rows) {

@@ -22,60 +22,65 @@ struct OwnEntriesAt {
   }
 };
 
-// A batch of ranks, in bytes that end with 0xFF, without those that are masked now.
-static __device__ __noinline__ uint32_t without_masked(const OpContext& context, uint32_t ranks) {
+// A batch of ranks, in bytes that end with 0xFF and count from rank `first`, without those that are masked now.
+static __device__ __noinline__ uint32_t without_masked(const OpContext& context, uint32_t ranks, int first) {
   uint32_t left = ~0u;
 #pragma unroll 1
   for (int shift = 24; shift >= 0; shift -= 8) {
     const uint32_t rank = ranks >> shift & 0xFF;
-    const bool stays = rank != 0xFF && ptx::ld_relaxed_gpu(&context.state->masks.is_masked[rank]) == 0;
+    const bool stays = rank != 0xFF && ptx::ld_relaxed_gpu(&context.state->masks.is_masked[first + rank]) == 0;
     if (__any_sync(~0u, rank != 0xFF && !stays)) continue;
     left = left << 8 | rank;
   }
   return left;
 }
 
-// Those of `ranks` that were not masked when the operation began.
-__device__ __forceinline__ uint64_t not_masked(const OpContext& context, uint64_t ranks) {
-  return kMasksRanks ? ranks & ~(static_cast<uint64_t>(context.masked[1]) << 32 | context.masked[0]) : ranks;
+// A choice, if its rank was not masked when the operation began; else none.
+__device__ __forceinline__ Choice not_masked(const OpContext& context, Choice choice) {
+  if (kMasksRanks && choice.rank >= 0 && is_masked(context, choice.rank)) choice.rank = -1;
+  return choice;
 }
 
 // The ranks' sums of a piece, as they arrive in the own window: up to four ranks at a time, in ascending order. Lanes
-// past the row's end do what the last lane inside does.
-template <DType kWire, int kCount>
+// past the row's end do what the last lane inside does. `Ranks`: how the ranks are known.
+template <DType kWire, int kCount, class Ranks = LaneRanks>
 struct Partials {
   static constexpr int kBatch = 4;
   static constexpr uint32_t kNone = 0xFF;
-  uint32_t mask, high_mask;  // ranks that are not taken yet; bit i of `mask` is rank first + i
-  uint32_t first = 0;
-  uint32_t local_rank;  // whose share does not travel
-  uint32_t ranks;       // of the batch, in bytes: registers are few
-  char* slots;          // of rank 0's row, this lane's numbers
+  static constexpr uint32_t kNoLocalRank = INT32_MAX;
+  Ranks sources;        // that are not taken yet
+  uint32_t local_rank;  // whose share does not travel, less sources.first()
+  uint32_t ranks;       // of the batch, less sources.first(), in bytes: registers are few
+  char* slots;          // of the row of rank sources.first(), this lane's numbers
   PlaceOf<kWire> place;
   Numbers<kWire, kCount> numbers[kBatch];
 
-  __device__ __forceinline__ Partials(const CombineRole& role, const WarpContext& op, uint64_t sources,
+  __device__ __forceinline__ Partials(const CombineRole& role, const WarpContext& op, const Ranks& all,
                                       const Unit& unit, int lane_index)
-      : mask(static_cast<uint32_t>(not_masked(op, sources))),
-        high_mask(static_cast<uint32_t>(not_masked(op, sources) >> 32)),
-        local_rank(sends(role.p.phase) ? role.peers.rank : kNone - 1),
+      : sources(all),
+        local_rank((sends(role.p.phase) ? role.peers.rank : kNoLocalRank) - all.first()),
         slots(ptx::opaque(role.peers.local<char>(role.p.offsets.row<kMasksRanks>(op.bank, 0, unit.token)) +
                           lane_index * Numbers<kWire, kCount>::kLaneBytes)),
-        place(place_of<kWire>(role.p.hidden, lane_index)) {}
+        place(place_of<kWire>(role.p.hidden, lane_index)) {
+    if (all.first() > 0) slots = slot_of(role, all.first());
+  }
 
-  __device__ __forceinline__ bool has_more() const { return (mask | high_mask) != 0; }
-  __device__ __forceinline__ void begin_batch() {
-    if (mask == 0) {
-      mask = high_mask;
-      high_mask = 0;
-      first = 32;
+  __device__ __forceinline__ bool has_more(const CombineRole& role) const {
+    return sources.has_more(role.p.shape.num_ranks);
+  }
+  __device__ __forceinline__ void begin_batch(const CombineRole& role) {
+    if (sources.word == 0) {
+      const int before = sources.first();
+      sources.find();
+      slots = slot_of(role, sources.first() - before);
+      local_rank -= sources.first() - before;
     }
     ranks = ~0u;
 #pragma unroll
     for (int q = 0; q < kBatch; q++) {
-      if (mask == 0) break;
-      ranks ^= ((first + __ffs(mask) - 1) ^ kNone) << (8 * q);
-      mask &= mask - 1;
+      if (sources.word == 0) break;
+      ranks ^= ((__ffs(static_cast<int>(sources.word)) - 1) ^ kNone) << (8 * q);
+      sources.word &= sources.word - 1;
     }
   }
   __device__ __forceinline__ uint32_t rank_of(int q) const { return ranks >> (8 * q) & kNone; }
@@ -92,7 +97,7 @@ struct Partials {
       if (have_arrived(role, op)) return true;
       if (!is_spent(role, op, unit, budget)) continue;
       if (!kMasksRanks || __any_sync(~0u, op.context.has_failed())) return false;
-      ranks = without_masked(op, ranks);
+      ranks = without_masked(op, ranks, sources.first());
     }
   }
   __device__ __forceinline__ bool have_arrived(const CombineRole& role, const WarpContext& op) {
@@ -129,7 +134,7 @@ struct Partials {
     if (!budget.is_due()) return false;
     unsigned waited_for = absent(role);
     if (waited_for == 0) waited_for = __ballot_sync(~0u, travels(rank_of_lane(role)));  // part of each has come
-    const auto source = static_cast<int>(rank_of(__ffs(static_cast<int>(waited_for)) - 1));
+    const int source = sources.first() + static_cast<int>(rank_of(__ffs(static_cast<int>(waited_for)) - 1));
     const int peer = target_of(role.peers, source);  // a slot of another domain's source is a rank's of the own lane
     return __any_sync(~0u, budget.poll(op, Awaited::kPartials, peer, unit.token, unit.piece));
   }
@@ -153,9 +158,8 @@ struct Partials {
 
 // The same over several domains (links/combine.cuh).
 template <DType kIn, bool kUnweighted, DType kWire, int kCount>
-__device__ bool add_domains(const CombineRole& role, const WarpContext& op, uint64_t sources, const Choice& choice,
-                            const Unit& unit, int lane_index, const Numbers<kWire, kCount>& own,
-                            float (&total)[kCount]);
+__device__ bool add_domains(const CombineRole& role, const WarpContext& op, const Choice& choice, const Unit& unit,
+                            int lane_index, const Numbers<kWire, kCount>& own, float (&total)[kCount]);
 
 // Adds up piece `number`. `id`: of choice `lane`. False: a wait was given up.
 template <DType kIn, DType kWire, DType kOut, bool kUnweighted, int kCount>
@@ -164,25 +168,25 @@ __device__ __forceinline__ bool sum_piece(const CombineRole& role, const WarpCon
   const LlCombineParams& p = role.p;
   const Unit unit = role.geometry.schedule.unit(0, number);
   const int lane_index = min(unit.piece * 32 + role.lane, p.hidden / kCount - 1);
-  const Choice choice = Choice::of(id, p.shape.num_experts, role.geometry.by_local_experts);
-  const uint64_t sources = destinations(p.shape.num_ranks, choice);
+  const Choice choice = not_masked(op, Choice::of(id, p.shape.num_experts, role.geometry.by_local_experts));
+  const LaneRanks sources = LaneRanks::of(choice.rank);
   stamp(Stamp::kOwnDone, role.peers.rank);
   Partials<kWire, kCount> partials(role, op, sources, unit, lane_index);
-  const bool has_terms = kMasksRanks ? partials.has_more() : sources != 0;
+  const bool has_terms = partials.has_more(role);
   const HomePlace place{static_cast<int64_t>(unit.token) * p.hidden * size_of(kOut), lane_index, 1};
   float home[1][kCount];
   float(&total)[kCount] = home[0];
   begin_home_sum<kOut>(
       p, [&] { return place; }, has_terms || begins_with_bias(p) ? kNothingYet : 0.0f, home);
   if constexpr (kCrossesDomains) {
-    if (!add_domains<kIn, kUnweighted>(role, op, sources, choice, unit, lane_index, own, total)) return false;
+    if (!add_domains<kIn, kUnweighted>(role, op, choice, unit, lane_index, own, total)) return false;
   } else if constexpr (kUnweighted) {
-    if (!add_at_home<kIn, kWire>(role, op, choice, not_masked(op, sources), unit, lane_index, total)) return false;
+    if (!add_at_home<kIn, kWire>(role, op, choice, unit, lane_index, total)) return false;
   } else {
     LeanWaitBudget budget;
 #pragma unroll 1
-    while (partials.has_more()) {
-      partials.begin_batch();
+    while (partials.has_more(role)) {
+      partials.begin_batch(role);
       if (!partials.await(role, op, unit, budget)) return false;
       partials.add_to(role, op, unit.token, own, total);
     }

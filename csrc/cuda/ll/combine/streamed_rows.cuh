@@ -242,59 +242,65 @@ struct StreamedSumsAtHome : StreamedTerms<kType> {
     Numbers<kType, kCount> own[kSteps];
 #pragma unroll
     for (int s = 0; s < kSteps; s++) own[s].from(sum[s]);
-    const uint64_t sources =
-        destinations(role.p.shape.num_ranks, Choice::of(id, role.p.shape.num_experts, role.geometry.by_local_experts));
+    const Choice choice = Choice::of(id, role.p.shape.num_experts, role.geometry.by_local_experts);
+    const bool is_own = choice.rank == role.peers.rank;
+    const bool adds_own = __any_sync(~0u, is_own);
+    const LaneRanks others = LaneRanks::of(is_own ? -1 : choice.rank);
 #pragma unroll
     for (int first = 0; first < kSteps; first += kHalf) {
-      if (!has_given_up)
-        add_ranks(sources, Base::lane_index(piece) + first * 32, Base::rest(piece) - first * 32, piece, own + first);
+      if (has_given_up) continue;
+      add_ranks(others, adds_own, Base::lane_index(piece) + first * 32, Base::rest(piece) - first * 32, piece,
+                own + first);
     }
   }
-  // Adds up steps of the ranks' sums in the order of ranks. `own`: this rank's.
-  __device__ __forceinline__ void add_ranks(uint64_t sources, int lane_index, int rest, int piece,
+  // Adds up steps of the ranks' sums in the order of ranks. `own`: this rank's, which counts if `adds_own`.
+  __device__ __forceinline__ void add_ranks(LaneRanks others, bool adds_own, int lane_index, int rest, int piece,
                                             const Numbers<kType, kCount>* own) {
     const LlCombineParams& p = role.p;
-    const int self = role.peers.rank;
+    const int self = role.peers.rank, num_ranks = p.shape.num_ranks;
     char* const slots = partial_at(role, self, op.bank, 0, token) + lane_index * Numbers<kType, kCount>::kLaneBytes;
     const auto slot_of = [&](int rank) { return slots + static_cast<uint64_t>(rank) * role.geometry.source_bytes; };
-    const auto first_of = [](uint64_t ranks) { return __ffsll(static_cast<long long>(ranks)) - 1; };
     const HomePlace place{static_cast<int64_t>(token) * p.hidden * size_of(kType), lane_index, rest};
     float total[kHalf][kCount];
+    const bool has_terms = adds_own || others.has_more(num_ranks);
     begin_home_sum<kType>(
-        p, [&] { return place; }, sources != 0 || begins_with_bias(p) ? kNothingYet : 0.0f, total);
-    const uint64_t own_bit = uint64_t{1} << self;
-    bool adds_own = (sources & own_bit) != 0;
+        p, [&] { return place; }, has_terms || begins_with_bias(p) ? kNothingYet : 0.0f, total);
     const auto add_own = [&] {
 #pragma unroll
       for (int s = 0; s < kHalf; s++) own[s].add_to(total[s]);
       adds_own = false;
     };
-    sources &= ~own_bit;
 #pragma unroll 1
-    while (sources != 0) {
-      ArrivingSteps<kType, kCount, kHalf> batch[kBatch];
-      uint64_t left = sources;
+    while (others.has_more(num_ranks)) {
+      others.find();
+      const int first = others.first();
+      const auto first_of = [&](uint32_t word) { return first + __ffs(static_cast<int>(word)) - 1; };
+#pragma unroll 1
+      while (others.word != 0) {
+        ArrivingSteps<kType, kCount, kHalf> batch[kBatch];
+        uint32_t left = others.word;
 #pragma unroll
-      for (int q = 0; q < kBatch; q++) {
-        if (left != 0) batch[q].load(slot_of(first_of(left)), rest);
-        left &= left - 1;
-      }
-#pragma unroll
-      for (int q = 0; q < kBatch; q++) {
-        if (sources == 0) break;
-        const int rank = first_of(sources);
-        sources &= sources - 1;
-        if (adds_own && rank > self) add_own();
-        LeanWaitBudget budget;
-        while (!batch[q].has_arrived(op)) {
-          has_given_up = __any_sync(~0u, budget.is_spent(op, Awaited::kPartials, rank, token, piece));
-          if (has_given_up) return;
-          batch[q].load(slot_of(rank), rest);
+        for (int q = 0; q < kBatch; q++) {
+          if (left != 0) batch[q].load(slot_of(first_of(left)), rest);
+          left &= left - 1;
         }
 #pragma unroll
-        for (int s = 0; s < kHalf; s++) batch[q].numbers[s].add_to(total[s]);
-        testing_point(Point::kBeforeReset, op, token);
-        if (!(has_bug(Bug::kSkippedReset, op.context.kind) && token == 0)) batch[q].reset(slot_of(rank), rest);
+        for (int q = 0; q < kBatch; q++) {
+          if (others.word == 0) break;
+          const int rank = first_of(others.word);
+          others.word &= others.word - 1;
+          if (adds_own && rank > self) add_own();
+          LeanWaitBudget budget;
+          while (!batch[q].has_arrived(op)) {
+            has_given_up = __any_sync(~0u, budget.is_spent(op, Awaited::kPartials, rank, token, piece));
+            if (has_given_up) return;
+            batch[q].load(slot_of(rank), rest);
+          }
+#pragma unroll
+          for (int s = 0; s < kHalf; s++) batch[q].numbers[s].add_to(total[s]);
+          testing_point(Point::kBeforeReset, op, token);
+          if (!(has_bug(Bug::kSkippedReset, op.context.kind) && token == 0)) batch[q].reset(slot_of(rank), rest);
+        }
       }
     }
     if (adds_own) add_own();

@@ -81,11 +81,11 @@ struct HomeTerm {
   float weight = 1.0f;
   bool is_skipped = false;  // at home, though the row has come
 
-  // Of an own token. The terms are those of `ranks`. False: a wait was given up. With masks, a rank may be left out.
+  // Of an own token. False: a wait was given up. With masks, a rank may be left out.
   __device__ __forceinline__ static bool of(const CombineRole& role, const WarpContext& op, const Choice& choice,
-                                            int token, uint64_t ranks, HomeTerm& term) {
+                                            int token, HomeTerm& term) {
     const LlCombineParams& p = role.p;
-    const bool is_meant = choice.rank >= 0 && (ranks >> choice.rank & 1) != 0;
+    const bool is_meant = choice.rank >= 0;
     uint64_t sent = 0;
     uint32_t weight = 0;
     bool has_come = true;
@@ -261,12 +261,12 @@ __device__ __forceinline__ bool add_terms(const CombineRole& role, const WarpCon
   return true;
 }
 
-// Adds up a piece of an own token, what `ranks` have of it. False: a wait was given up.
+// Adds up a piece of an own token, what the ranks of the lanes' choices have of it. False: a wait was given up.
 template <DType kIn, DType kWire, int kCount>
 __device__ __forceinline__ bool add_at_home(const CombineRole& role, const WarpContext& op, const Choice& choice,
-                                            uint64_t ranks, const Unit& unit, int lane_index, float (&total)[kCount]) {
+                                            const Unit& unit, int lane_index, float (&total)[kCount]) {
   HomeTerm term;
-  if (!HomeTerm::of(role, op, choice, unit.token, ranks, term)) return false;
+  if (!HomeTerm::of(role, op, choice, unit.token, term)) return false;
   RankSum<kWire, kCount> sum;
   return add_terms<kIn>(role, op, term, unit, lane_index, sum, total);
 }

@@ -56,7 +56,7 @@ __device__ __forceinline__ int num_readers(const Args& args, BlockPosition at) {
 
 __device__ __forceinline__ bool is_leader_warp() { return threadIdx.x >= blockDim.x - 32; }
 
-// Whether ranks `lane` and `lane` + 32 are masked.
+// Whether ranks `lane` and `lane` + 32 are masked; further ranks are looked at when it is noted.
 struct MaskedLane {
   uint32_t is_masked[2];
 
@@ -64,17 +64,19 @@ struct MaskedLane {
     for (int i = 0; i < 2; i++) is_masked[i] = ptx::ld_relaxed_gpu(&state->masks.is_masked[lane_id() + 32 * i]);
   }
   // By the leader warp, for the other warps of its block.
-  __device__ __forceinline__ void note(OpContext& context, int rank, int num_ranks) const {
-    const uint32_t low = __ballot_sync(~0u, is_masked[0] != 0), high = __ballot_sync(~0u, is_masked[1] != 0);
-    const uint64_t masked = static_cast<uint64_t>(high) << 32 | low;
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const int turn = lane_id() + 32 * i;
-      const uint32_t turns = __ballot_sync(~0u, turn < num_ranks && (masked >> (rank + 1 + turn) % num_ranks & 1) != 0);
-      if (lane_id() != 0) continue;
-      context.masked[i] = i == 0 ? low : high;
-      context.masked_turns[i] = turns;
+  __device__ __forceinline__ void note(OpContext& context, int num_ranks) const {
+    const Masks& masks = context.state->masks;
+    uint32_t any = 0;
+#pragma unroll 1
+    for (int i = 0; i < RankMask::words_of(num_ranks); i++) {
+      const uint32_t mine = i == 0   ? is_masked[0]
+                            : i == 1 ? is_masked[1]
+                                     : ptx::ld_relaxed_gpu(&masks.is_masked[lane_id() + 32 * i]);
+      const uint32_t word = __ballot_sync(~0u, mine != 0);
+      if (lane_id() == 0) context.masked[i] = word;
+      any |= word;
     }
+    if (lane_id() == 0) context.are_any_masked = any;
     __syncwarp();
   }
 };
@@ -167,7 +169,7 @@ __device__ __forceinline__ bool begin_op(OpContext& context, WarpContext& op, co
   context.epoch = epoch;
   op.tag = tag_of(epoch);
   op.bank = has_bug(Bug::kOneBank, opening.kind) ? 0 : bank_of(epoch);
-  if (kMasksRanks) opening.masked.note(context, args.peers.rank, args.num_ranks);
+  if (kMasksRanks) opening.masked.note(context, args.num_ranks);
   const bool has_credit = lane_id() >= args.num_ranks || opening.credit >= opening.last_epoch ||
                           is_masked(context, lane_id()) || !reaches(args.peers, lane_id()) ||
                           has_bug(Bug::kIgnoredCredits, opening.kind);
@@ -177,7 +179,7 @@ __device__ __forceinline__ bool begin_op(OpContext& context, WarpContext& op, co
     if (kMasksRanks) {
       MaskedLane masked;
       masked.load(context.state);
-      masked.note(context, args.peers.rank, args.num_ranks);
+      masked.note(context, args.num_ranks);
     }
   }
   is_ok = __all_sync(~0u, is_ok);

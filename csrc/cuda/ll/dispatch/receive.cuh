@@ -318,7 +318,7 @@ __device__ __forceinline__ void receive(const DispatchRole& role, const WarpCont
     ptx::named_barrier(kRollBarrier, threads);
     testing_barrier(kRollTestingBarrier,
                     threads);  // racecheck takes the leader warp for one that did not come to the other
-    if ((op.context.listens_again[0] | op.context.listens_again[1]) != 0) {
+    if (op.context.listens_again != 0) {
       rebuild_bitmap<has_expert_rows(kLayout)>(role, op, bitmap);
     }
   }

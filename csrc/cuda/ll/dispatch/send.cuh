@@ -134,9 +134,9 @@ struct Outgoing {
   int asked;  // unit
   RawId id;
   Raw<kEncoding, kSteps> raw;
-  int index;          // of the piece in its row; -1: nothing left to send
-  Offset slot;        // in bank 0: where the lane's words begin
-  uint32_t turns[2];  // ranks that it goes to: bit i is the i-th after this one
+  int index;        // of the piece in its row; -1: nothing left to send
+  Offset slot;      // in bank 0: where the lane's words begin
+  LaneRanks turns;  // ranks that it goes to: number i is the i-th after this one
   PieceOf<kEncoding, kSteps> piece;
 
   __device__ __forceinline__ void load(const DispatchRole& role, int next) {
@@ -158,8 +158,7 @@ struct Outgoing {
     const bool wanted =
         choice.rank >= 0 && reaches(role.peers, choice.rank) && (choice.rank != rank || role.sends_to_itself());
     const int turn = choice.rank - rank - 1 + (choice.rank <= rank ? num_ranks : 0);
-    turns[0] = __reduce_or_sync(~0u, wanted && turn < 32 ? 1u << turn : 0);
-    turns[1] = num_ranks > 32 ? __reduce_or_sync(~0u, wanted && turn >= 32 ? 1u << (turn - 32) : 0) : 0;
+    turns = LaneRanks::of(wanted ? turn : -1);
     encode<kEncoding, kType, kSteps>(role.p, raw, index, piece, role.lane);
   }
 };
@@ -171,22 +170,13 @@ __device__ __forceinline__ void send_piece(const DispatchRole& role, const WarpC
   testing_point(Point::kBetweenRows, op, out.asked);
   char* const at_rank0 = role.peers.base + out.slot + op.bank * role.p.offsets.row_bank_bytes;
   out.load(role, out.asked + role.plan.senders());  // before the stores: it would wait behind them
-  uint32_t turns = out.turns[0], others = out.turns[1];
-  int first = role.peers.rank + 1;
-  if (kMasksRanks) {
-    turns &= ~op.context.masked_turns[0];
-    others &= ~op.context.masked_turns[1];
-  }
+  LaneRanks turns = out.turns;
+  const bool may_be_masked = kMasksRanks && op.context.are_any_masked != 0;
 #pragma unroll 1
-  while ((turns | others) != 0) {
-    if (turns == 0) {
-      turns = others;
-      others = 0;
-      first += 32;
-    }
-    int peer = first + __ffs(static_cast<int>(turns)) - 1;
+  while (turns.has_more(role.p.shape.num_ranks)) {
+    int peer = role.peers.rank + 1 + turns.take();
     if (peer >= role.p.shape.num_ranks) peer -= role.p.shape.num_ranks;
-    turns &= turns - 1;
+    if (may_be_masked && is_masked(op, peer)) continue;
     store_wire<RemoteStore>(at_rank0 + static_cast<uint32_t>(peer) * role.peers.stride, role.geometry.row, out.index,
                             out.piece, role.lane);
   }

@@ -21,23 +21,47 @@ inline namespace EP_KERNELS {
 // Of a share of a home rank's tokens: which ranks that the own link serves have a partial sum of each.
 struct ShareSources {
   ShareBits any;
-  uint32_t words[kMaxRailShare][2];
+  uint32_t words[kMaxShareWords];  // as many for each token as the link's ranks need
 
-  __device__ uint64_t of(int i) const { return static_cast<uint64_t>(words[i][1]) << 32 | words[i][0]; }
+  // Those of a token, numbered from the first rank that the link serves: as LaneRanks has the ranks of lanes.
+  struct Ranks {
+    const uint32_t *next, *end;  // words behind `word`
+    uint32_t word;
+    int first_rank;
+
+    __device__ __forceinline__ int first() const { return first_rank; }
+    __device__ __forceinline__ bool has_more(int) const {
+      bool is_any = word != 0;
+      for (const uint32_t* at = next; at < end; at++) is_any = is_any || *at != 0;
+      return is_any;
+    }
+    __device__ __forceinline__ void find() {
+      while (word == 0) {
+        word = *next++;
+        first_rank += 32;
+      }
+    }
+  };
+  __device__ __forceinline__ Ranks of(const LlRail& rail, int i, int first) const {
+    const int count = RankMask::words_of(rail.link_size);
+    const uint32_t* at = words + i * count;
+    return {at + 1, at + count, *at, first};
+  }
   // All threads of a block wait until the ranks have said it. False: a wait was given up.
   __device__ __forceinline__ bool await(const LlRail& rail, const WarpContext& op, const LlCombineParams& p,
                                         const LsaPeers& peers, int link, const Share& share) {
     const int first = rail.first_of(rail.link), first_source = rail.first_of(link), size = rail.link_size;
+    const int per_token = RankMask::words_of(size);
     __syncthreads();  // the share before is done
     any.clear();
-    for (int i = threadIdx.x; i < share.count; i += static_cast<int>(blockDim.x)) words[i][0] = words[i][1] = 0;
+    for (int i = threadIdx.x; i < share.count * per_token; i += static_cast<int>(blockDim.x)) words[i] = 0;
     __syncthreads();
     for (int i = threadIdx.x; i < share.count * size; i += static_cast<int>(blockDim.x)) {
       const int index = i / size, place = i % size;
       const Offset word = p.offsets.id_words<kMasksRanks>(op.bank, first_source + place, share.first + index);
       if (await_word(op, peers.local<uint64_t>(word), Awaited::kPartials, first + place) == 0) continue;
       any.set(index);
-      ptx::atom_or_relaxed_shared(&words[index][place >> 5], 1u << (place & 31));
+      ptx::atom_or_relaxed_shared(&words[index * per_token + RankMask::word_of(place)], RankMask::bit_of(place));
     }
     return !__syncthreads_or(op.context.has_failed());
   }
@@ -104,11 +128,12 @@ __device__ __forceinline__ bool send_domain_sums(const RailRole& rail_role, cons
       is_ok = add_terms<kIn>(role, op, term, piece, lane_index, rank_sum, total);
       sum = rank_sum.rounded;
     } else {
-      Partials<kWire, kCount> partials(role, op, sources.of(i) << rail.first_of(unit.link), piece, lane_index);
+      Partials<kWire, kCount, ShareSources::Ranks> partials(role, op, sources.of(rail, i, rail.first_of(unit.link)),
+                                                            piece, lane_index);
       LeanWaitBudget budget;
 #pragma unroll 1
-      while (is_ok && partials.has_more()) {
-        partials.begin_batch();
+      while (is_ok && partials.has_more(role)) {
+        partials.begin_batch(role);
         is_ok = partials.await(role, op, piece, budget);
         if (!rail.has_domain_sums()) sum = partials.numbers[0];
         if (is_ok) partials.add_to(role, op, piece.token, sum, total);
@@ -305,15 +330,15 @@ __device__ __forceinline__ int count_rows_from(const CombineRole& role, int link
 
 // Adds up what the own domain's ranks have of a piece, in their order. False: a wait was given up.
 template <DType kIn, bool kUnweighted, DType kWire, int kCount>
-__device__ __forceinline__ bool add_own_domain(const CombineRole& role, const WarpContext& op, uint64_t inside,
-                                               const Choice& choice, const Unit& unit, int lane_index,
-                                               const Numbers<kWire, kCount>& own, float (&total)[kCount]) {
-  if constexpr (kUnweighted) return add_at_home<kIn, kWire>(role, op, choice, inside, unit, lane_index, total);
-  Partials<kWire, kCount> partials(role, op, inside, unit, lane_index);
+__device__ __forceinline__ bool add_own_domain(const CombineRole& role, const WarpContext& op, const Choice& inside,
+                                               const Unit& unit, int lane_index, const Numbers<kWire, kCount>& own,
+                                               float (&total)[kCount]) {
+  if constexpr (kUnweighted) return add_at_home<kIn, kWire>(role, op, inside, unit, lane_index, total);
+  Partials<kWire, kCount> partials(role, op, LaneRanks::of(inside.rank), unit, lane_index);
   LeanWaitBudget budget;
 #pragma unroll 1
-  while (partials.has_more()) {
-    partials.begin_batch();
+  while (partials.has_more(role)) {
+    partials.begin_batch(role);
     if (!partials.await(role, op, unit, budget)) return false;
     partials.add_to(role, op, unit.token, own, total);
   }
@@ -341,15 +366,16 @@ __device__ __forceinline__ bool has_failed(const WarpContext& op) {
 // Adds a piece of all domains that have a sum of the token, in order. A domain's sum is its ranks' in their order,
 // rounded once: here, but where a link brings it.
 template <DType kIn, bool kUnweighted, DType kWire, int kCount>
-__device__ bool add_domains(const CombineRole& role, const WarpContext& op, uint64_t sources, const Choice& choice,
-                            const Unit& unit, int lane_index, const Numbers<kWire, kCount>& own,
-                            float (&total)[kCount]) {
+__device__ bool add_domains(const CombineRole& role, const WarpContext& op, const Choice& choice, const Unit& unit,
+                            int lane_index, const Numbers<kWire, kCount>& own, float (&total)[kCount]) {
   const LlRail& rail = *role.rail;
 #pragma unroll 1
   for (int domain = 0; domain < rail.num_domains; domain++) {
-    const uint64_t all = (2ull << (rail.domain_size - 1)) - 1;
-    const uint64_t inside = not_masked(op, sources & all << domain * rail.domain_size);
-    if (inside == 0) continue;
+    Choice inside = choice;
+    if (static_cast<unsigned>(choice.rank - domain * rail.domain_size) >= static_cast<unsigned>(rail.domain_size)) {
+      inside.rank = -1;
+    }
+    if (!__any_sync(~0u, inside.rank >= 0)) continue;
     Numbers<kWire, kCount> sum;
     const bool is_own = domain == rail.domain;
     if (!is_own && rail.has_domain_sums()) {
@@ -363,12 +389,12 @@ __device__ bool add_domains(const CombineRole& role, const WarpContext& op, uint
     float domain_total[kCount];
 #pragma unroll
     for (int n = 0; n < kCount; n++) domain_total[n] = kNothingYet;
-    if (is_own && !add_own_domain<kIn, kUnweighted>(role, op, inside, choice, unit, lane_index, own, domain_total)) {
+    if (is_own && !add_own_domain<kIn, kUnweighted>(role, op, inside, unit, lane_index, own, domain_total)) {
       return false;
     }
 #pragma unroll 1
-    for (uint64_t links = is_own ? 0 : inside; links != 0; links &= links - 1) {  // of one rank each
-      if (load_from_link(role, op, __ffsll(static_cast<long long>(links)) - 1, unit, lane_index, sum)) {
+    for (LaneRanks links = LaneRanks::of(is_own ? -1 : inside.rank); links.has_more(role.p.shape.num_ranks);) {
+      if (load_from_link(role, op, links.take(), unit, lane_index, sum)) {  // each of one rank
         sum.add_to(domain_total);
       } else if (has_failed(op)) {
         return false;

@@ -85,12 +85,13 @@ __device__ __forceinline__ void hand_out(const DispatchRail& role, const WarpCon
   const int first = role.rail.first_of(role.rail.link);
   const int id = role.lane < p.shape.topk ? record.ids[token * p.shape.topk + role.lane] : -1;
   const Choice choice = Choice::of(id, p.shape.num_experts, role.geometry.by_local_experts);
-  uint64_t targets = destinations(p.shape.num_ranks, choice) >> first & ((2ull << (role.rail.link_size - 1)) - 1);
+  const bool is_here = choice.rank >= 0 && role.rail.link_of(choice.rank) == role.rail.link;
+  LaneRanks targets = LaneRanks::of(is_here ? choice.rank - first : -1);
   const Offset slot =
       p.offsets.row<kMasksRanks>(op.bank, role.rail.peer(link), token) + lane_offset<kSteps>(index, role.lane);
 #pragma unroll 1
-  for (; targets != 0; targets &= targets - 1) {
-    const int target = first + __ffsll(static_cast<long long>(targets)) - 1;
+  while (targets.has_more(role.rail.link_size)) {
+    const int target = first + targets.take();
     store_wire<RemoteStore>(role.peers.at<char>(target, slot), role.geometry.row, index, piece, role.lane);
   }
 }

@@ -24,7 +24,7 @@ class ForwardQueue {
   }
 
  private:
-  static constexpr int kMaxUnits = kMaxCudaRanks * (1 + kRowChannels);  // channels have slices where there are fewer
+  static constexpr int kMaxUnits = kMaxRanks * (1 + kRowChannels);  // channels have slices where there are fewer
   static_assert(kMaxUnits % 32 == 0);
 
   // One thread. A unit has come with its record and its own channel; those of masked ranks are over.

@@ -30,8 +30,8 @@ struct RailRole {
   __device__ LsaPeers as_peer_of(int link) const {
     LsaPeers as_source = peers;
     as_source.rank = rail.peer(link);
-    as_source.first = static_cast<uint8_t>(rail.first_of(rail.link));
-    as_source.size = static_cast<uint8_t>(rail.link_size);
+    as_source.first = static_cast<uint16_t>(rail.first_of(rail.link));
+    as_source.size = static_cast<uint16_t>(rail.link_size);
     return as_source;
   }
   __device__ int bank_of_staging(int bank, Kind kind) const { return has_bug(Bug::kOneStagingBank, kind) ? 0 : bank; }
