@@ -4,6 +4,7 @@ set(emulator ${PROJECT_SOURCE_DIR}/tests/gpu_emulator)
 file(GLOB_RECURSE emulator_sources CONFIGURE_DEPENDS ${emulator}/*.cc csrc/cuda/*.cc csrc/cuda/*.cu)
 list(FILTER emulator_sources EXCLUDE REGEX "/gin/")  # NCCL's own network
 list(FILTER emulator_sources EXCLUDE REGEX "/csrc/cuda/host/one_gpu_library\\.cc$")  # no library of its own
+list(FILTER emulator_sources EXCLUDE REGEX "/csrc/cuda/host/driver\\.cc$")
 set_source_files_properties(${emulator_sources} PROPERTIES LANGUAGE CXX)
 set_source_files_properties(csrc/cuda/host/one_gpu/table.cc PROPERTIES COMPILE_DEFINITIONS EP_VERSION="${PROJECT_VERSION}")
 ep_add_library(ep_cuda STATIC ${emulator_sources})

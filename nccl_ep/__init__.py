@@ -7,6 +7,7 @@ import torch  # noqa: F401  (its libraries must be loaded before the extension)
 from . import extension, log, recording  # noqa: F401  (extension first: it says if there is none)
 from ._version import __version__
 from .arrivals import Arrivals
+from .bootstrap import StoreGroup
 from .buffer import Buffer
 from .errors import EpError, MismatchError, OverflowError, SystemError, TimeoutError, UsageError
 from .events import EventHandle, EventOverlap
@@ -42,6 +43,7 @@ __all__ = [
     "Payload",
     "Pending",
     "Quant",
+    "StoreGroup",
     "SystemError",
     "TimeoutError",
     "UsageError",

@@ -6,7 +6,7 @@ import contextlib
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore
 
 from .checks import require_int32
-from .errors import SystemError, TimeoutError
+from .errors import EpError, MismatchError, SystemError, TimeoutError
 from .log import logger
 
 _Backend = getattr(dist, "_Backend", ()) if dist.is_available() else ()
@@ -79,14 +79,55 @@ class StoreRendezvous:
     def meet(self) -> Iterator[Allgather]:
         """A collective of any number of rounds. Ranks that have made unequal numbers of tries meet all the same."""
         meeting = _StoreMeeting(self._store, self._place, self._rank, self._size)
-        try:
+        with meeting.until_left():
             yield meeting.allgather
-        except BaseException:
-            meeting.leave(failed=True)
-            raise
-        meeting.leave(failed=False)
         # The buffer is there: what its ranks do together from now on is apart from what those of other buffers do.
         self._place = self._place or f"{meeting.name}/"
+
+    @contextlib.contextmanager
+    def meet_newcomer(
+        self, newcomer: int, left_out: Sequence[int], timeout: float
+    ) -> Iterator[tuple[Allgather, list[int]]]:
+        """A collective of a new process, which takes the number ``newcomer`` in the world, and of the other ranks but
+        those ``left_out``, which the newcomer hears from them. Bytes come in the order of the ranks returned.
+        """
+        meeting = _Replacement(self._store, newcomer, left_out, self._rank, self._size)
+        with meeting.until_left():
+            places = [place.decode() for place in meeting.allgather(self._place.encode(), timeout)]
+            for rank, place in zip(meeting.seats, places, strict=True):
+                if rank != newcomer and place != places[0]:
+                    raise MismatchError(
+                        f"rank {newcomer} is to be replaced in two buffers: rank {rank} means another one than rank "
+                        f"{meeting.seats[0]}"
+                    )
+            yield meeting.allgather, meeting.seats
+        self._place = places[0]
+
+
+class StoreGroup(StoreRendezvous):
+    """Ranks that meet through a store of torch, without a process group: a world that a new process can join.
+
+    Args:
+        store: a ``torch.distributed.TCPStore``, ``FileStore`` or other store that all ranks reach. It must outlive the
+            ranks: a ``TCPStore`` lives in one process, best that which starts the others.
+        rank, size: of this process, and of the world. name: of the world, where a store serves several.
+    """
+
+    def __init__(self, store: Any, *, rank: int, size: int, name: str = "world") -> None:
+        require_int32(rank=rank, size=size)
+        if not 0 <= rank < size:
+            raise ValueError(f"rank is {rank} and size {size}, must be 0 <= rank < size")
+        if not isinstance(name, str):
+            raise TypeError(f"name is a {type(name).__name__}, must be a str")
+        if not isinstance(store, getattr(dist, "Store", ())):
+            raise TypeError(f"store is a {type(store).__name__}, must be a torch.distributed.Store")
+        self._given = store, rank, size, name
+        super().__init__(store, name, rank, size)
+
+    def of_a_buffer(self) -> StoreGroup:
+        """The same world, for the meetings of one buffer."""
+        store, rank, size, name = self._given
+        return StoreGroup(store, rank=rank, size=size, name=name)
 
 
 class ProcessGroupRendezvous(StoreRendezvous):
@@ -160,7 +201,8 @@ class _StoreMeeting:
     """
 
     def __init__(self, store: _Store, place: str, rank: int, size: int) -> None:
-        self._store, self._place, self._rank, self._size = store, place, rank, size
+        self._store, self._place = store, place
+        self._rank, self._size = rank, size  # where not all ranks meet, the seat and the number of seats
         self._call = f"{place}call"
         self.name = ""  # of the meeting, once it was joined
         self._round = 0
@@ -168,7 +210,7 @@ class _StoreMeeting:
     def allgather(self, mine: bytes, timeout: float) -> list[bytes]:
         if self._size == 1:
             return [mine]
-        wait = _Wait(self._rank, timeout)
+        wait = _Wait(timeout, lambda missing: self._late(timeout, missing))
         if not self.name:
             self.name = self._invite(wait) if self._rank == 0 else self._answer(wait)
         keys = self._keys(self._round)
@@ -184,6 +226,15 @@ class _StoreMeeting:
         self._round += 1
         return texts
 
+    @contextlib.contextmanager
+    def until_left(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.leave(failed=True)
+            raise
+        self.leave(failed=False)
+
     def leave(self, failed: bool) -> None:
         """The last one to leave deletes what is left. A rank that dies leaves some keys behind."""
         if not self.name:
@@ -198,7 +249,7 @@ class _StoreMeeting:
 
     def _invite(self, wait: _Wait) -> str:
         earlier = self._store.peek(self._call)
-        name = self._place + secrets.token_hex(16)
+        name = self._new_name()
         self._store.set(self._call, name.encode())
         if earlier:  # of a try that failed
             before = earlier.decode(errors="replace")
@@ -213,7 +264,7 @@ class _StoreMeeting:
         token, name = secrets.token_hex(16).encode(), ""
         while True:
             called = self._store.peek(self._call)
-            if called and (new := called.decode(errors="replace")) != name:
+            if called and (new := called.decode(errors="replace")) != name and self._accepts(new):
                 name = new
                 self._store.set(self._answers(name)[self._rank - 1], token)
             if name and (roster := self._store.peek(f"{name}/roster")):
@@ -222,6 +273,16 @@ class _StoreMeeting:
                     self._store.delete(self._answers(name)[self._rank - 1])
                     return name
             wait.pause(lambda name=name: (name and self._missing(self._answers(name), first=1)) or [0])  # type: ignore[misc]
+
+    def _new_name(self) -> str:
+        return self._place + secrets.token_hex(16)
+
+    def _accepts(self, name: str) -> bool:
+        """Whether this rank is to answer under that name."""
+        return True
+
+    def _late(self, timeout: float, missing: list[int]) -> EpError:
+        return late(self._rank, timeout, missing)
 
     def _keys(self, number: int) -> list[str]:
         return [f"{self.name}/{number}/{rank}" for rank in range(self._size)]
@@ -234,18 +295,68 @@ class _StoreMeeting:
         return [rank for rank, key in enumerate(keys, first) if not self._store.has(key)]
 
 
+class _Replacement(_StoreMeeting):
+    """A meeting of which the newcomer does not know who comes, until it is called.
+
+    Ranks are seated in their order, the newcomer behind them. The first calls under a name that says who is left out.
+    """
+
+    def __init__(self, store: _Store, newcomer: int, left_out: Sequence[int], rank: int, size: int) -> None:
+        super().__init__(store, f"replace/{newcomer}/", rank=1, size=2)
+        self._newcomer, self._world = newcomer, size
+        self._own, self._left_out = rank, sorted(left_out)
+        self._is_known = rank != newcomer
+        self._refused: list[int] | None = None  # whom the first rank leaves out, if this one does not
+        self.seats: list[int] = []
+        if self._is_known:
+            self._sit(self._left_out)
+
+    def _sit(self, left_out: list[int]) -> None:
+        away = {*left_out, self._newcomer}
+        self.seats = [*(rank for rank in range(self._world) if rank not in away), self._newcomer]
+        self._rank, self._size = self.seats.index(self._own), len(self.seats)
+
+    def _new_name(self) -> str:
+        return f"{super()._new_name()}/{'-'.join(map(str, self._left_out))}"
+
+    def _accepts(self, name: str) -> bool:
+        left_out = [int(rank) for rank in name.rsplit("/", 1)[1].split("-") if rank]
+        if not self._is_known:
+            self._sit(left_out)
+        elif left_out != self._left_out:  # of an earlier try, maybe
+            self._refused = left_out
+            return False
+        return True
+
+    def _late(self, timeout: float, missing: list[int]) -> EpError:
+        if not self._is_known and not self.seats:
+            return TimeoutError(
+                f"rank {self._own} waited {timeout} s to take its place, and no rank has called replace({self._own})"
+            )
+        if self._refused is not None and not self.name:
+            return MismatchError(
+                f"the ranks disagree about who meets the new rank {self._newcomer}: rank {self.seats[0]} leaves out "
+                f"ranks {self._refused}, rank {self._own} has masked {self._left_out}"
+            )
+        ranks = ", ".join(str(self.seats[seat]) for seat in missing)
+        return TimeoutError(
+            f"rank {self._own} waited {timeout} s for rank {self._newcomer} to be replaced; nothing was heard from "
+            f"rank {ranks}"
+        )
+
+
 class _Wait:
     """Polling with a deadline, less and less often."""
 
-    def __init__(self, rank: int, timeout: float) -> None:
-        self._rank, self._timeout = rank, timeout
+    def __init__(self, timeout: float, late: Callable[[list[int]], EpError]) -> None:
+        self._late = late
         self._deadline = time.monotonic() + timeout
         self._seconds = 0.0005
 
     def pause(self, missing: Callable[[], list[int]]) -> None:
-        """TimeoutError behind the deadline, unless the last rank has just come."""
+        """Raises what ``late`` makes of them behind the deadline, unless the last rank has just come."""
         if time.monotonic() > self._deadline and (ranks := missing()):
-            raise late(self._rank, self._timeout, ranks)
+            raise self._late(ranks)
         time.sleep(self._seconds)
         self._seconds = min(2 * self._seconds, 0.02)
 
@@ -314,6 +425,8 @@ def rendezvous_of(group: Any, comm: Any = None) -> Rendezvous:
         raise TypeError(f"group is the class {group.__name__}, must be one of its objects")
     if hasattr(group, "Get_rank"):
         return MpiRendezvous(group)
+    if isinstance(group, StoreGroup):
+        return group.of_a_buffer()
     if dist.is_available() and isinstance(group, dist.ProcessGroup):
         return _rendezvous_of_process_group(group)
     if dist.is_available() and isinstance(group, _Backend):

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from . import _C
-from .bootstrap import Rendezvous, meeting_of, process_group_of, rendezvous_of
+from .bootstrap import Rendezvous, StoreGroup, meeting_of, process_group_of, rendezvous_of
 from .checks import (
     described,
     error_of,
@@ -65,6 +65,10 @@ class Buffer:
             world of one rank, or an object with ``rank()``, ``size()`` and ``allgather(bytes, timeout)``.
         enable_shrink: a rank that is late in a low-latency operation is masked instead of failing the buffer
             (``nccl_ep.deep_ep.Buffer.low_latency_update_mask_buffer``); the same on all.
+        elastic: with masks as of ``enable_shrink``, and a rank whose process has ended can be replaced (``replace``);
+            of one domain and low latency alone; ``group`` is a ``nccl_ep.StoreGroup``; the same on all ranks.
+        join: this process takes the place of a rank of an elastic buffer, as which ``group`` numbers it, while the
+            others call ``replace``. Sizes are those of the others.
         comm: an mpi4py communicator in place of a group; MPI knows no deadline, so that making a buffer has none then.
         device: "cuda", "cpu" or a torch device. Default: CUDA where there is a GPU and this build serves it.
         timeout: seconds that a rank waits for the others in an operation, or to make the buffer, before it gives up.
@@ -96,6 +100,8 @@ class Buffer:
         group: Any = None,
         *,
         enable_shrink: bool = False,
+        elastic: bool = False,
+        join: bool = False,
         comm: Any = None,
         device: str | torch.device | None = None,
         timeout: float = 100.0,
@@ -108,10 +114,11 @@ class Buffer:
         _room: Room | None = None,
     ) -> None:
         rendezvous = rendezvous_of(group, comm)
+        require_bools(enable_shrink=enable_shrink, elastic=elastic, join=join)
+        _require_elastic(rendezvous, elastic, join)
         for option, given in (("on_overflow", on_overflow), ("on_invalid_ids", on_invalid_ids)):
             if given not in ("count", "raise"):
                 raise ValueError(f'{option} is {given!r}, must be "count" or "raise"')
-        require_bools(enable_shrink=enable_shrink)
         require_within(0, _MAX_UINT64, network_seed=network_seed or 0)
         require_int32(domain_size=domain_size or 0)
         require_seconds(timeout=timeout)
@@ -119,7 +126,7 @@ class Buffer:
             raise TypeError(f"name is a {type(name).__name__}, must be a str")
         self.group = comm if group is None else process_group_of(group)
         self.rank, self.num_ranks = rendezvous.rank(), rendezvous.size()
-        self.enable_shrink = enable_shrink
+        self.enable_shrink, self.elastic = bool(enable_shrink or elastic), bool(elastic)
         self.on_overflow = on_overflow
         room = _room or Room(ll_sizes_for_bytes(self.num_ranks), made_with=_NO_SIZES)
         self.max_tokens, self.ll_max_tokens = room.max_tokens, room.ll_max_tokens
@@ -129,7 +136,7 @@ class Buffer:
         self._rendezvous, self._timeout = rendezvous, timeout
         self._claims: dict[str, Any] = {
             "domain_size": domain_size or 0, "network_seed": network_seed or 0, "ll_network": ll_network,
-            "raises_invalid_ids": on_invalid_ids == "raise",
+            "raises_invalid_ids": on_invalid_ids == "raise", "is_elastic": bool(elastic),
         }  # fmt: skip
         self._room, self._mode = room, room.mode
         self._comm_stream: Any = None
@@ -140,7 +147,7 @@ class Buffer:
         self._seqs: list[torch.Tensor] = []  # by which ops find them (csrc/torch/ops/registry.h)
         self._memory_total = 0
         start = time.monotonic()
-        self.runtime = self._make_window(self.name, room.ll, room.ht, room.max_experts, room.made_with)
+        self.runtime = self._make_window(self.name, room.ll, room.ht, room.max_experts, room.made_with, join)
         self._seq = self._newest_seq = self._seqs[0]
         self._call = _C.call_buffer(self._seq, self.num_ranks, self._open_sends, on_overflow == "raise")
         if logger.isEnabledFor(logging.INFO):
@@ -204,7 +211,13 @@ class Buffer:
         return buffer
 
     def _make_window(
-        self, name: str, sizes: LlSizes, ht_sizes: HtSizes | None, max_experts: int = 0, made_with: str = ""
+        self,
+        name: str,
+        sizes: LlSizes,
+        ht_sizes: HtSizes | None,
+        max_experts: int = 0,
+        made_with: str = "",
+        join: bool = False,
     ) -> _C.Group:
         """Collective."""
         free = _free_memory(self.device)
@@ -221,7 +234,7 @@ class Buffer:
             made_with=made_with,
             **self._claims,
         )
-        made = _make_group(name, self._rendezvous, config, self._timeout)
+        made = (_join_group if join else _make_group)(name, self._rendezvous, config, self._timeout)
         self._memory_total += free - _free_memory(self.device)
         seq = _new_seq(made, self.num_ranks, self.device)
         _buffers[made.id()] = weakref.ref(self), self.name
@@ -239,6 +252,51 @@ class Buffer:
         # Not before: where there is no window, all is as it was.
         self._newest_seq, self._room = self._seqs[-1], self._room._replace(ht=ht_sizes)
         logger.info("%s grew by a window of %d bytes", repr(self), window_bytes)
+
+    # ---- Ranks that are replaced
+
+    @property
+    def masked(self) -> list[int]:
+        """The ranks that low latency leaves out, in order; none without ``enable_shrink`` or ``elastic``.
+
+        As ``stats()["masked_ranks"]``. On CUDA it waits for a copy from the device, not for operations in flight.
+        """
+        ranks: list[int] = self.runtime.stats()["masked_ranks"]
+        return ranks
+
+    def replace(self, rank: int, *, timeout: float = 100.0) -> None:
+        """A new process takes the place of ``rank``, whose process has ended. Of a buffer made with ``elastic=True``.
+
+        Collective among the ranks that are not masked, and the new process, which makes its buffer with ``join=True``
+        meanwhile. Between operations, with no split call open. This buffer, its addresses and captured graphs stay as
+        they are; masks of other ranks too. Afterwards ``rank`` is not masked. Handles of earlier dispatches must not be
+        used any more: the new rank has none.
+
+        Args:
+            rank: another rank than this, masked or not. timeout: seconds to wait for the others and the new process.
+
+        Raises:
+            UsageError: the buffer is not elastic, a split call is open, or the old process still runs.
+            TimeoutError: a rank did not come; MismatchError: the ranks disagree about the buffer or who is masked. Then
+            the buffer is what it was, but for a mask of ``rank``, and ``replace`` may be called again. Only if a rank
+            was lost in the last step, every call says that the buffer is of no use any more.
+        """
+        self.require_usable()
+        require_within(0, self.num_ranks - 1, rank=rank)
+        require_seconds(timeout=timeout)
+        if not timeout > 0:
+            raise ValueError(f"timeout is {timeout} s, must be positive")
+        if not self.elastic:
+            raise UsageError(f"rank {rank} cannot be replaced: {self.name} was made without elastic=True")
+        if rank == self.rank:
+            raise ValueError(f"rank {rank} to replace is this rank itself")
+        assert isinstance(self._rendezvous, StoreGroup)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # operations in flight may mask ranks
+        left_out = [other for other in self.masked if other != rank]
+        with self._rendezvous.meet_newcomer(rank, left_out, timeout) as (allgather, seats):
+            self.runtime.replace(rank, seats, timeout, lambda mine: allgather(mine, timeout))
+        logger.info("%s has a new rank %d", repr(self), rank)
 
     # ---- State
 
@@ -462,4 +520,21 @@ def _free_memory(device: torch.device) -> int:
 
 def _make_group(name: str, rendezvous: Rendezvous, config: _C.GroupConfig, timeout: float) -> _C.Group:
     with meeting_of(rendezvous) as allgather:
-        return _C.Group(name, rendezvous.rank(), rendezvous.size(), lambda mine: allgather(mine, timeout), config)
+        return _C.Group(name, rendezvous.rank(), rendezvous.size(), lambda mine: allgather(mine, timeout), config, [])
+
+
+def _join_group(name: str, rendezvous: Rendezvous, config: _C.GroupConfig, timeout: float) -> _C.Group:
+    assert isinstance(rendezvous, StoreGroup)
+    rank, size = rendezvous.rank(), rendezvous.size()
+    with rendezvous.meet_newcomer(rank, (), timeout) as (allgather, seats):
+        return _C.Group(name, rank, size, lambda mine: allgather(mine, timeout), config, seats)
+
+
+def _require_elastic(rendezvous: Rendezvous, elastic: bool, join: bool) -> None:
+    if join and not elastic:
+        raise ValueError("join is True, and elastic False: only ranks of elastic buffers can be replaced")
+    if elastic and not isinstance(rendezvous, StoreGroup):
+        raise TypeError(
+            f"group is a {type(rendezvous).__name__}: that of an elastic buffer must be a nccl_ep.StoreGroup, whose "
+            "store a new process can reach"
+        )

@@ -69,6 +69,18 @@ class CpuBackend : public Backend {
     }
   }
   void unmask_all() override { state_.masked = {}; }
+  void replace(Bootstrap& bootstrap, int rank) override {
+    clear_window(transport_->local_window(), transport_->window_bytes());
+    rest_rows(transport_->local_window(), window_);
+    transport_->replace(bootstrap, rank);
+  }
+  void set_mask(int rank, bool is_masked) override {
+    if (is_masked) {
+      state_.masked.add(rank);
+    } else {
+      state_.masked.remove(rank);
+    }
+  }
   bool trusts_handles() const override { return true; }
   Failure failure() const override { return state_.failure.get(); }
   Report report(bool take_invalid_ids) override {
@@ -103,11 +115,13 @@ class CpuBackend : public Backend {
 
 std::unique_ptr<Backend> make_cpu_backend(Bootstrap& bootstrap, const Topology& topology, const Window& window,
                                           const GroupConfig& config) {
-  auto windows = HostWindows::create(bootstrap, window.bytes);
+  auto windows = config.is_elastic ? HostWindows::create_elastic(bootstrap, topology.num_ranks, window.bytes)
+                                   : HostWindows::create(bootstrap, window.bytes);
   char* base = windows->base(windows->rank());
   clear_window(base, window.bytes);
   rest_rows(base, window);
-  bootstrap.allgather("window ready");  // no rank writes into a window before its owner has cleaned it
+  // No rank writes into a window before its owner has cleaned it. Of one that joins, other ranks wait later.
+  if (config.joins_world_of == 0) bootstrap.allgather("window ready");
   const uint64_t seed = config.network_seed == 0 ? 0 : config.network_seed + windows->rank();
   return std::make_unique<CpuBackend>(make_host_transport(std::move(windows), topology, seed), window, config);
 }

@@ -12,6 +12,7 @@
 #include "runtime/failure.h"
 #include "runtime/ht/params.h"
 #include "runtime/ll/params.h"
+#include "transport/transport.h"
 
 namespace ep {
 
@@ -51,6 +52,11 @@ class Backend {
   // The window as between calls, the last of which has `epochs` on every rank. All ranks have settled.
   virtual void restart(const LlEpochs& epochs) = 0;
   virtual void unmask_all() = 0;
+  // Of a buffer whose ranks can be replaced (replace.cc), when all have settled: exchanges the window of `rank`, which
+  // is being made, and cleans the own one. Collective among those who meet.
+  virtual void replace(Bootstrap& bootstrap, int rank) = 0;
+  // Between operations. The next one knows it.
+  virtual void set_mask(int rank, bool is_masked) = 0;
 
   // Whether its operations take the entries of a handle for true, so that the group checks them.
   virtual bool trusts_handles() const { return false; }

@@ -10,6 +10,7 @@
 #include "runtime/failure_node.h"
 #include "runtime/handles.h"
 #include "runtime/observed.h"
+#include "transport/collective_step.h"
 #include "transport/session.h"
 
 namespace ep {
@@ -72,15 +73,11 @@ uint64_t window_for(int num_ranks, const LlSizes& sizes) {
   return align_up<uint64_t>(LlWindow::make(num_ranks, {}).bytes + 8192 + kNumBanks * 32 * part, 4096) + 65536;
 }
 
-Group::Group(Bootstrap& given, const GroupConfig& config, BackendFactory make_backend)
-    : rank_(given.rank()), config_(config), timeout_seconds_(config.timeout_seconds) {
-  check_timeout(config.timeout_seconds);
-  EP_CHECK(rank_ >= 0 && rank_ < given.num_ranks(), "rank ", rank_, " of ", given.num_ranks(), " ranks");
-  Session bootstrap(given, Collective::kMakeBuffer);
+Agreement Group::agreement_of(const GroupConfig& config, int num_ranks) {
   Agreement agreement;
   agreement.add("the library's version", EP_VERSION);
   agreement.add("the wire format", kWireVersion);
-  agreement.add("the number of ranks", bootstrap.num_ranks());
+  agreement.add("the number of ranks", num_ranks);
   agreement.add("the kind of device", config.device_kind());
   agreement.add("the domain size", config.domain_size);
   agreement.ask(kOrderQuestion);
@@ -94,10 +91,21 @@ Group::Group(Bootstrap& given, const GroupConfig& config, BackendFactory make_ba
   agreement.add("the bytes of rows of high throughput", config.ht_sizes.row_bytes);
   agreement.add("the bytes of the arena", config.ht_sizes.arena_bytes);
   agreement.add("whether late ranks are masked", config.masks_late_ranks ? 1 : 0);
+  agreement.add("whether ranks can be replaced (elastic)", config.is_elastic ? 1 : 0);
   agreement.add("low latency's way between domains (ll_network)", name_of(config.ll_network));
-  agreement.check(bootstrap);
-  topology_ =
-      Topology::make(bootstrap.num_ranks(), config.domain_size == 0 ? bootstrap.num_ranks() : config.domain_size);
+  return agreement;
+}
+
+Group::Group(Bootstrap& given, const GroupConfig& config, BackendFactory make_backend)
+    : rank_(given.own_rank()), config_(config), timeout_seconds_(config.timeout_seconds) {
+  check_timeout(config.timeout_seconds);
+  const bool joins = config.joins_world_of > 0;
+  const int num_ranks = joins ? config.joins_world_of : given.num_ranks();
+  EP_CHECK(rank_ >= 0 && rank_ < num_ranks, "rank ", rank_, " of ", num_ranks, " ranks");
+  Session bootstrap(given, joins ? Collective::kReplaceRank : Collective::kMakeBuffer);
+  agreement_of(config, num_ranks).check(bootstrap);
+  topology_ = Topology::make(num_ranks, config.domain_size == 0 ? num_ranks : config.domain_size);
+  check_elastic();
   const bool has_links = config.has_rail && topology_.num_domains() > 1;
   EP_CHECK(!config.masks_late_ranks || has_links || topology_.num_domains() == 1,
            "late ranks can be masked among the ranks of one domain, these are ", topology_.num_ranks, " in ",
@@ -111,12 +119,18 @@ Group::Group(Bootstrap& given, const GroupConfig& config, BackendFactory make_ba
   HtSizes ht_sizes = config.ht_sizes;
   ht_sizes.rail_domain_size = sizes.rail_domain_size;
   window_ = Window::make(topology_.num_ranks, sizes, ht_sizes);
+  LlEpochs latest;
+  if (joins)
+    latest = behind(gather_from_steps(
+        bootstrap, [] { return LlEpochs{}; }, "its epochs"));
+  if (config.is_elastic) watch_processes(bootstrap);
   try {
     backend_ = make_backend(bootstrap, topology_, window_, config_);
   } catch (const Error& error) {
     if (!std::string_view(error.what()).starts_with("no memory for a window")) throw;
     with_room([&error] { throw error; });
   }
+  if (joins) join(bootstrap, latest);
 }
 
 Group::~Group() { destroy(); }
@@ -168,8 +182,8 @@ void Group::set_pdl(bool enabled) {
 void Group::require_usable() {
   EP_CHECK_USAGE(
       !is_partly_cleaned_,
-      "a rank did not come when masks were cleaned, and others may have cleaned theirs: destroy the buffer and "
-      "make a new one");
+      "a rank did not come when masks were cleaned (or that of a rank that was replaced), and others may have cleaned "
+      "theirs: destroy the buffer and make a new one");
   const std::shared_ptr<Backend> backend = this->backend();
   Failure failure = backend->failure();
   if (failure.code == Failure::kNone) return;

@@ -9,7 +9,9 @@
 #include <string>
 
 #include "layout/window.h"
+#include "runtime/agreement.h"
 #include "runtime/backend.h"
+#include "transport/process.h"
 #include "transport/transport.h"
 
 struct ncclComm;
@@ -27,6 +29,8 @@ struct GroupConfig {
   bool raises_invalid_ids = false;  // expert ids out of range are refused: on the host at once, else by the next call
   int max_experts = 0;              // that a call may have; 0: as many as there is room for
   std::string made_with;            // for errors: the sizes that the caller gave, as "name=value, name=value"
+  bool is_elastic = false;          // a rank that has gone can be replaced; has masks, and low latency alone
+  int joins_world_of = 0;           // > 0: this rank takes the place of such a one, in a world of so many ranks
   int device_index = -1;            // CUDA device; -1: the CPU
   bool has_rail = false;            // several domains are GPUs, whose kernels cross them
   LlNetwork ll_network = LlNetwork::kAuto;
@@ -85,6 +89,11 @@ class Group {
   void query_masks(int32_t* status, void* stream);
   void clean_masks(Bootstrap& bootstrap);
 
+  // A new process has taken the number of `rank`, whose process has ended (replace.cc). Collective among those who
+  // meet: ranks of this world that hear one another, and the new one, whose group is made meanwhile. The others keep
+  // their places and masks. `seconds`: for the end of the old process.
+  void replace(Bootstrap& bootstrap, int rank, double seconds);
+
   // The same for high throughput. `out_offset` of parts and `rows_offset` are filled in here.
   void prepare(HtDispatchParams& params);
   void run(HtDispatchParams& params, void* stream);
@@ -109,6 +118,15 @@ class Group {
 
  private:
   Offset offset_of(const void* data, uint64_t bytes) const;
+  // What all ranks of a world have in common, those who are replaced too.
+  static Agreement agreement_of(const GroupConfig& config, int num_ranks);
+  void require_no_send(const char* before) const;
+  // Behind the last call of any rank, where all begin anew.
+  static LlEpochs behind(const std::vector<LlEpochs>& all);
+  // replace.cc. Collective among those who meet.
+  void check_elastic() const;
+  void watch_processes(Bootstrap& bootstrap);
+  void join(Bootstrap& bootstrap, const LlEpochs& latest);
   Shape own_shape(const Shape& shape) const;  // of this group's ranks, checked
   template <class Params>
   void begin(Params& p);  // what every operation of low latency checks first
@@ -158,6 +176,7 @@ class Group {
   std::atomic<bool> is_partly_cleaned_ = false;  // masks are cleaned, or were by some ranks and not by others
   uint64_t num_calls_[kNumKinds] = {0, 0};
   Calls calls_;
+  std::vector<ProcessWatch> processes_;  // of all ranks, where ranks can be replaced
 };
 
 constexpr const char* kOrderQuestion = "were buffers made in the same order on all ranks?";

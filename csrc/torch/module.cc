@@ -40,8 +40,15 @@ class PythonBootstrap : public Bootstrap {
  public:
   PythonBootstrap(int rank, int num_ranks, py::function allgather)
       : rank_(rank), num_ranks_(num_ranks), allgather_(std::move(allgather)) {}
+  // `seats`: the ranks that meet, in the order of their bytes.
+  PythonBootstrap(int rank, std::vector<int> seats, py::function allgather)
+      : rank_(static_cast<int>(std::find(seats.begin(), seats.end(), rank) - seats.begin())),
+        num_ranks_(static_cast<int>(seats.size())),
+        seats_(std::move(seats)),
+        allgather_(std::move(allgather)) {}
   int rank() const override { return rank_; }
   int num_ranks() const override { return num_ranks_; }
+  int rank_at(int seat) const override { return seats_.empty() ? seat : seats_[seat]; }
   std::vector<std::string> allgather(std::string_view mine) override {
     const LockHold lock;
     std::vector<std::string> all;
@@ -57,17 +64,23 @@ class PythonBootstrap : public Bootstrap {
 
  private:
   int rank_, num_ranks_;
+  std::vector<int> seats_;
   py::function allgather_;
 };
 
 // A group under the name by which ops find it.
 class NamedGroup {
  public:
-  NamedGroup(std::string name, int rank, int num_ranks, py::function allgather, const GroupConfig& config)
+  // `seats`: of a rank that joins a world of so many ranks, with which others it meets.
+  NamedGroup(std::string name, int rank, int num_ranks, py::function allgather, const GroupConfig& config,
+             const std::vector<int>& seats)
       : name_(std::move(name)) {
-    PythonBootstrap bootstrap(rank, num_ranks, std::move(allgather));
+    const bool joins = !seats.empty();
+    PythonBootstrap bootstrap = joins ? PythonBootstrap(rank, seats, std::move(allgather))
+                                      : PythonBootstrap(rank, num_ranks, std::move(allgather));
     GroupConfig named = config;
     named.name = name_;
+    if (joins) named.joins_world_of = num_ranks;
     const LockRelease no_lock;
     try {
       group_ = make_group(bootstrap, named);
@@ -94,6 +107,11 @@ class NamedGroup {
     const LockRelease no_lock;
     group_->clean_masks(bootstrap);
   }
+  void replace(int rank, const std::vector<int>& seats, double seconds, py::function allgather) {
+    PythonBootstrap bootstrap(group_->rank(), seats, std::move(allgather));
+    const LockRelease no_lock;
+    group_->replace(bootstrap, rank, seconds);
+  }
 
  private:
   // The process ends with the group as it is.
@@ -116,7 +134,7 @@ GroupConfig make_config(int device_index, int domain_size, uint64_t tagged_bytes
                         uint64_t combine_row_bytes, uint64_t unweighted_row_bytes, double timeout_seconds,
                         uint64_t network_seed, const std::array<uint64_t, 6>& ht_sizes, bool masks_late_ranks,
                         const std::string& ll_network, bool raises_invalid_ids, int max_experts,
-                        const std::string& made_with) {
+                        const std::string& made_with, bool is_elastic) {
   GroupConfig config;
   config.ht_sizes = ht_sizes_of(ht_sizes);
   config.device_index = device_index;
@@ -132,6 +150,7 @@ GroupConfig make_config(int device_index, int domain_size, uint64_t tagged_bytes
   config.raises_invalid_ids = raises_invalid_ids;
   config.max_experts = max_experts;
   config.made_with = made_with;
+  config.is_elastic = is_elastic;
   return config;
 }
 
@@ -344,10 +363,11 @@ void define_group(py::module_& m) {
            py::arg("tagged_bytes"), py::arg("dispatch_row_bytes"), py::arg("combine_row_bytes"),
            py::arg("unweighted_row_bytes"), py::arg("timeout_seconds"), py::arg("network_seed"), py::arg("ht_sizes"),
            py::arg("masks_late_ranks"), py::arg("ll_network"), py::arg("raises_invalid_ids"), py::arg("max_experts"),
-           py::arg("made_with"));
+           py::arg("made_with"), py::arg("is_elastic"));
   py::class_<NamedGroup>(m, "Group")
-      .def(py::init<std::string, int, int, py::function, const GroupConfig&>(), py::arg("name"), py::arg("rank"),
-           py::arg("num_ranks"), py::arg("allgather"), py::arg("config"))
+      .def(py::init<std::string, int, int, py::function, const GroupConfig&, const std::vector<int>&>(),
+           py::arg("name"), py::arg("rank"), py::arg("num_ranks"), py::arg("allgather"), py::arg("config"),
+           py::arg("seats"))
       .def("check", [](NamedGroup& self) { self.group().check(); })
       .def("require_usable", [](NamedGroup& self) { self.group().require_usable(); })
       .def("set_timeout", [](NamedGroup& self, double seconds) { self.group().set_timeout(seconds); })
@@ -371,6 +391,8 @@ void define_group(py::module_& m) {
           },
           py::arg("status"), py::arg("stream"), "Writes int32 [R] at that address: 1 for a masked rank, else 0.")
       .def("clean_masks", &NamedGroup::clean_masks, py::arg("allgather"), "Collective.")
+      .def("replace", &NamedGroup::replace, py::arg("rank"), py::arg("seats"), py::arg("seconds"), py::arg("allgather"),
+           "Collective among the ranks in `seats`, in which order they give their bytes; the last is the new one.")
       .def(
           "check_opaque_rows",
           [](NamedGroup& self, int num_experts, int topk, int max_tokens, int64_t row_bytes) {

@@ -40,7 +40,7 @@ template <class T>
 std::vector<T> gather(Bootstrap& bootstrap, const T& mine, const char* what) {
   std::vector<T> all;
   for (const std::string& bytes : bootstrap.allgather(bytes_of(mine))) {
-    all.push_back(record_of<T>(static_cast<int>(all.size()), bytes, what));
+    all.push_back(record_of<T>(bootstrap.rank_at(static_cast<int>(all.size())), bytes, what));
   }
   return all;
 }
@@ -77,9 +77,10 @@ std::vector<std::string> outcomes_of(Bootstrap& bootstrap, Step&& step) {
     if (first == kDone) {
       outcomes[r].erase(0, 1);
     } else if (first >= '0' && first <= '0' + static_cast<int>(ErrorKind::kSystem)) {
-      raise(static_cast<ErrorKind>(first - '0'), "on rank ", r, ": ", outcomes[r].substr(1));
+      raise(static_cast<ErrorKind>(first - '0'), "on rank ", bootstrap.rank_at(static_cast<int>(r)), ": ",
+            outcomes[r].substr(1));
     } else {
-      refuse_outcome(static_cast<int>(r), outcomes[r].size());
+      refuse_outcome(bootstrap.rank_at(static_cast<int>(r)), outcomes[r].size());
     }
   }
   return outcomes;
@@ -92,7 +93,7 @@ void on_all_ranks(Bootstrap& bootstrap, Step&& step) {
     return std::string_view();
   });
   for (size_t r = 0; r < outcomes.size(); r++) {
-    if (!outcomes[r].empty()) refuse_outcome(static_cast<int>(r), outcomes[r].size() + 1);
+    if (!outcomes[r].empty()) refuse_outcome(bootstrap.rank_at(static_cast<int>(r)), outcomes[r].size() + 1);
   }
 }
 
@@ -102,7 +103,7 @@ auto gather_from_steps(Bootstrap& bootstrap, Step&& step, const char* what) {
   std::vector<std::invoke_result_t<Step>> all;
   const auto outcomes = outcomes_of(bootstrap, [&] { return std::string(bytes_of(step())); });
   for (const std::string& bytes : outcomes) {
-    all.push_back(record_of<std::invoke_result_t<Step>>(static_cast<int>(all.size()), bytes, what));
+    all.push_back(record_of<std::invoke_result_t<Step>>(bootstrap.rank_at(static_cast<int>(all.size())), bytes, what));
   }
   return all;
 }

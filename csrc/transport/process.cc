@@ -1,9 +1,17 @@
 #include "transport/process.h"
 
+#include <poll.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
+#include <cerrno>
+#include <chrono>
 #include <cstdio>
+#include <cstring>
 #include <random>
+
+#include "base/check.h"
+#include "base/interruption.h"
 
 namespace ep {
 namespace {
@@ -27,6 +35,23 @@ std::string hex_of(const Token& token) {
 ProcessIdentity own_process() {
   static const uint64_t number = random_token().words[0];
   return {getpid(), number};
+}
+
+ProcessWatch::ProcessWatch(const ProcessIdentity& process)
+    : process_(process), pidfd_(static_cast<int>(syscall(SYS_pidfd_open, process.pid, 0))) {
+  if (pidfd_.fd() < 0) raise(ErrorKind::kSystem, "pidfd_open of process ", process.pid, ": ", std::strerror(errno));
+}
+
+bool ProcessWatch::has_ended_within(double seconds) const {
+  if (pidfd_.fd() < 0) return true;
+  constexpr int kLookMilliseconds = 20;
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
+  while (true) {
+    pollfd end{pidfd_.fd(), POLLIN, 0};
+    if (poll(&end, 1, kLookMilliseconds) > 0) return true;
+    if (has_interruption()) throw Interrupted(concat("to see the end of process ", process_.pid));
+    if (std::chrono::steady_clock::now() >= deadline) return false;
+  }
 }
 
 }  // namespace ep

@@ -1,4 +1,5 @@
 // This process among others, and objects of it that its ranks find by random tokens, so that no address travels.
+// Whether another process has ended.
 #pragma once
 
 #include <cstdint>
@@ -8,6 +9,7 @@
 #include <string>
 
 #include "base/fork.h"
+#include "transport/file.h"
 
 namespace ep {
 
@@ -26,6 +28,22 @@ struct ProcessIdentity {
   bool operator==(const ProcessIdentity&) const = default;
 };
 ProcessIdentity own_process();
+
+// Tells whether a process has ended, all of its threads and open files with it, whatever its id is given to later. An
+// empty watch has none that runs.
+class ProcessWatch {
+ public:
+  ProcessWatch() = default;
+  // Throws kSystem where there is no such process.
+  explicit ProcessWatch(const ProcessIdentity& process);
+  const ProcessIdentity& process() const { return process_; }
+  // Waits for its end, until `seconds` are over.
+  bool has_ended_within(double seconds) const;
+
+ private:
+  ProcessIdentity process_;
+  File pidfd_;
+};
 
 // Objects of type T that ranks of this process share.
 template <class T>

@@ -15,6 +15,8 @@ const char* name_of(Collective collective) {
       return "making a buffer";
     case Collective::kCleanMasks:
       return "cleaning masks";
+    case Collective::kReplaceRank:
+      return "replacing a rank";
   }
   return "an unknown collective";
 }
@@ -30,7 +32,7 @@ void mix(Token& digest, const Token& token) {
 }  // namespace
 
 Session::Session(Bootstrap& bootstrap, Collective collective) : bootstrap_(bootstrap), collective_(collective) {
-  Head mine{.rank = static_cast<uint32_t>(rank()), .step = 0, .collective = collective_, .session = session_};
+  Head mine{.rank = static_cast<uint32_t>(own_rank()), .step = 0, .collective = collective_, .session = session_};
   const auto records = bootstrap_.allgather({reinterpret_cast<const char*>(&mine), sizeof mine});
   Token digest;
   for (size_t r = 0; r < records.size(); r++) {
@@ -42,15 +44,16 @@ Session::Session(Bootstrap& bootstrap, Collective collective) : bootstrap_(boots
 }
 
 std::vector<std::string> Session::allgather(std::string_view mine) {
-  const Head head{.rank = static_cast<uint32_t>(rank()), .step = step_, .collective = collective_, .session = session_};
+  const Head head{
+      .rank = static_cast<uint32_t>(own_rank()), .step = step_, .collective = collective_, .session = session_};
   std::string record(reinterpret_cast<const char*>(&head), sizeof head);
   record += mine;
   auto records = bootstrap_.allgather(record);
   for (size_t r = 0; r < records.size(); r++) {
     const Head theirs = checked_head(static_cast<int>(r), records[r]);
     if (theirs.session != session_) {
-      raise(ErrorKind::kMismatch, "rank ", r, " answers another try than this one of rank ", rank(), " at step ", step_,
-            " of ", name_of(collective_), kWayOut);
+      raise(ErrorKind::kMismatch, "rank ", rank_at(static_cast<int>(r)), " answers another try than this one of rank ",
+            own_rank(), " at step ", step_, " of ", name_of(collective_), kWayOut);
     }
     records[r].erase(0, sizeof(Head));
   }
@@ -58,18 +61,18 @@ std::vector<std::string> Session::allgather(std::string_view mine) {
   return records;
 }
 
-void Session::refuse(int rank, size_t bytes) const {
-  raise(ErrorKind::kMismatch, "rank ", rank, " sent ", bytes, " bytes that are no record of ", name_of(collective_),
-        ": it has another version of nccl_ep, or calls the group's allgather for something else");
+void Session::refuse(int seat, size_t bytes) const {
+  raise(ErrorKind::kMismatch, "rank ", rank_at(seat), " sent ", bytes, " bytes that are no record of ",
+        name_of(collective_), ": it has another version of nccl_ep, or calls the group's allgather for something else");
 }
 
-Session::Head Session::checked_head(int rank, const std::string& record) const {
-  const int me = this->rank();
+Session::Head Session::checked_head(int seat, const std::string& record) const {
+  const int rank = rank_at(seat), me = own_rank();
   Head head{};
   const Head known{};
   if (record.size() >= sizeof head) std::memcpy(&head, record.data(), sizeof head);
   if (record.size() < sizeof head || std::memcmp(head.magic, known.magic, sizeof head.magic) != 0) {
-    refuse(rank, record.size());
+    refuse(seat, record.size());
   }
   if (head.rank != static_cast<uint32_t>(rank)) {
     raise(ErrorKind::kMismatch, "the record of rank ", rank, " is that of rank ", head.rank,

@@ -11,7 +11,7 @@
 
 namespace ep {
 
-enum class Collective : uint32_t { kMakeBuffer = 1, kCleanMasks = 2 };
+enum class Collective : uint32_t { kMakeBuffer = 1, kCleanMasks = 2, kReplaceRank = 3 };
 
 class Session : public Bootstrap {
  public:
@@ -20,6 +20,7 @@ class Session : public Bootstrap {
   Session(Bootstrap& bootstrap, Collective collective);
   int rank() const override { return bootstrap_.rank(); }
   int num_ranks() const override { return bootstrap_.num_ranks(); }
+  int rank_at(int seat) const override { return bootstrap_.rank_at(seat); }
   // Throws kMismatch if a record is of another try, another step or another collective.
   std::vector<std::string> allgather(std::string_view mine) override;
 
@@ -32,8 +33,8 @@ class Session : public Bootstrap {
     uint32_t reserved = 0;
     Token session;  // step 0: the sender's token; then the digest of all
   };
-  [[noreturn]] void refuse(int rank, size_t bytes) const;
-  Head checked_head(int rank, const std::string& record) const;
+  [[noreturn]] void refuse(int seat, size_t bytes) const;
+  Head checked_head(int seat, const std::string& record) const;
 
   Bootstrap& bootstrap_;
   const Collective collective_;

@@ -19,13 +19,17 @@
 
 namespace ep {
 
-// How ranks find one another before they share memory: every rank's bytes, in rank order, within the deadline.
+// How ranks find one another before they share memory: every rank's bytes, in rank order, within the deadline. Where a
+// rank is replaced, those who meet are not all ranks of the world: then these numbers are seats.
 class Bootstrap {
  public:
   virtual ~Bootstrap() = default;
   virtual int rank() const = 0;
   virtual int num_ranks() const = 0;
   virtual std::vector<std::string> allgather(std::string_view mine) = 0;
+  // In the world, of the one whose bytes come at this place.
+  virtual int rank_at(int seat) const { return seat; }
+  int own_rank() const { return rank_at(rank()); }
 };
 
 class Transport {
@@ -41,6 +45,8 @@ class Transport {
   virtual void flush() = 0;
   // Keeps the windows' memory for as long as it is held, the transport's end or not.
   virtual std::shared_ptr<void> window_owner() const = 0;
+  // The window of `rank`, which is being made, takes the place of its old one. Collective among those who meet.
+  virtual void replace(Bootstrap& bootstrap, int rank) = 0;
   // Gives up what is on its way, without waiting for peers. No call but the destructor may follow.
   virtual void abort() = 0;
 

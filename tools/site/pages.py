@@ -24,8 +24,8 @@ HEADERS = {"reference/c": "csrc/include/nccl_ep.h", "reference/c_added": "csrc/i
 # The table of contents: every page is in one place.
 NAVIGATION = {
     "Guides": [
-        "docs/installing", "docs/tutorial", "docs/training", "docs/placement", "docs/network", "docs/c_api",
-        "docs/migrating_from_deepep", "docs/migrating_from_nccl_ep", "docs/frameworks", "docs/report",
+        "docs/installing", "docs/tutorial", "docs/training", "docs/placement", "docs/elastic", "docs/network",
+        "docs/c_api", "docs/migrating_from_deepep", "docs/migrating_from_nccl_ep", "docs/frameworks", "docs/report",
     ],
     "Reference": [
         "reference/nccl_ep", "reference/deep_ep", "reference/placement", "reference/testing", "reference/c",

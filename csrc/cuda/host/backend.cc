@@ -107,6 +107,19 @@ class CudaBackend : public Backend {
     EP_CUDA(cudaStreamSynchronize(memory_->stream));
   }
 
+  void replace(Bootstrap& bootstrap, int rank) override {
+    DeviceGuard guard(memory_->device);
+    replace_rank(bootstrap, *memory_, window_, rank);
+  }
+  void set_mask(int rank, bool is_masked) override {
+    std::lock_guard lock(mutex_);
+    DeviceGuard guard(memory_->device);
+    const uint32_t word = is_masked ? 1 : 0;
+    EP_CUDA(cudaMemcpyAsync(&memory_->state->masks.is_masked[rank], &word, sizeof word, cudaMemcpyHostToDevice,
+                            memory_->stream));
+    EP_CUDA(cudaStreamSynchronize(memory_->stream));
+  }
+
   WireBytes wire_bytes() const override { return memory_->network ? memory_->network->wire_bytes() : WireBytes{}; }
 
   std::array<int, kNumKinds> last_blocks() const override {

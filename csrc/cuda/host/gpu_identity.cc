@@ -42,7 +42,8 @@ bool is_world_on_one_gpu(Bootstrap& bootstrap, const GpuIdentity& mine) {
     for (size_t s = 0; s < r; s++) {
       if (!same_gpu(identities[r], identities[s])) continue;
       if (identities[r].process == identities[s].process || !may_share_gpus()) {
-        raise(ErrorKind::kInvalidUsage, "ranks ", s, " and ", r, " use the same GPU, ", identities[r].address,
+        raise(ErrorKind::kInvalidUsage, "ranks ", bootstrap.rank_at(static_cast<int>(s)), " and ",
+              bootstrap.rank_at(static_cast<int>(r)), " use the same GPU, ", identities[r].address,
               ": give every rank its own (in torch, torch.cuda.set_device(local_rank) before the buffer is made)");
       }
     }

@@ -62,7 +62,14 @@ void join_network(Bootstrap& bootstrap, const Topology& topology, const Window& 
 void make_window(Bootstrap& bootstrap, Memory& memory, const Topology& topology, uint64_t bytes,
                  const GpuIdentity& identity, const GroupConfig& config) {
   const bool is_on_one_gpu = is_world_on_one_gpu(bootstrap, identity);
-  if (bootstrap.num_ranks() == 1) {
+  if (config.is_elastic) {
+    EP_CHECK_USAGE(!is_on_one_gpu || bootstrap.num_ranks() == 1, "all ranks use one GPU, ", identity.address,
+                   ": those of an elastic buffer have one each");
+    const double seconds = std::max(config.timeout_seconds, kMinSetupSeconds);
+    memory.elastic_window =
+        std::make_unique<ElasticWindow>(bootstrap, memory.device, topology.num_ranks, bytes, seconds);
+    memory.peers = memory.elastic_window->peers();
+  } else if (bootstrap.num_ranks() == 1) {
     EP_CUDA(cudaMalloc(reinterpret_cast<void**>(&memory.own_window), bytes));
     memory.peers = {memory.own_window, bytes, 0};
   } else if (is_on_one_gpu) {
@@ -74,6 +81,18 @@ void make_window(Bootstrap& bootstrap, Memory& memory, const Topology& topology,
 }
 
 }  // namespace
+
+// The steps of set_up() for a rank that joins.
+void replace_rank(Bootstrap& bootstrap, Memory& memory, const Window& window, int rank) {
+  GpuIdentity identity{};
+  on_all_ranks(bootstrap, [&] {
+    identity = own_gpu_identity(memory.device);
+    clean_window(memory, window);
+  });
+  is_world_on_one_gpu(bootstrap, identity);
+  memory.elastic_window->replace(bootstrap, rank);
+  on_all_ranks(bootstrap, [] {});
+}
 
 std::unique_ptr<Memory> set_up(Bootstrap& bootstrap, const Topology& topology, const Window& window,
                                const GroupConfig& config) {

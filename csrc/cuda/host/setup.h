@@ -13,4 +13,8 @@ namespace ep {
 std::unique_ptr<Memory> set_up(Bootstrap& bootstrap, const Topology& topology, const Window& window,
                                const GroupConfig& config);
 
+// A rank of an elastic buffer, whose set_up() runs in its new process, is replaced. The window is clean afterwards, and
+// the device must be idle. Collective among those who meet.
+void replace_rank(Bootstrap& bootstrap, Memory& memory, const Window& window, int rank);
+
 }  // namespace ep

@@ -22,6 +22,7 @@ struct RankMask {
 
   EP_HD bool has(int rank) const { return (words[word_of(rank)] & bit_of(rank)) != 0; }
   EP_HD void add(int rank) { words[word_of(rank)] |= bit_of(rank); }
+  EP_HD void remove(int rank) { words[word_of(rank)] &= ~bit_of(rank); }
 
   bool any() const {
     for (const uint32_t word : words) {

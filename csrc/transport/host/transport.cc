@@ -174,6 +174,7 @@ class HostTransport : public Transport {
   void flush() override {
     if (network_) network_->flush();
   }
+  void replace(Bootstrap& bootstrap, int rank) override { windows_->replace(bootstrap, rank); }
   void abort() override {
     if (network_) network_->stop(/*drain=*/false);
   }

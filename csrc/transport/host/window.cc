@@ -14,6 +14,7 @@
 #include "base/check.h"
 #include "base/interruption.h"
 #include "transport/collective_step.h"
+#include "transport/file.h"
 
 namespace ep {
 namespace {
@@ -69,42 +70,28 @@ class HeapWindows : public HostWindows {
 // ---- Ranks that are processes: each makes an anonymous file, the others open it through /proc while it is held open.
 // Nothing is left behind by a process that dies, and /dev/shm, which containers keep small, is not used.
 
-class File {
- public:
-  explicit File(int fd) : fd_(fd) {}
-  ~File() {
-    if (fd_ >= 0) close(fd_);
-  }
-  File(File&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
-  File& operator=(File&& other) noexcept {
-    std::swap(fd_, other.fd_);
-    return *this;
-  }
-  int fd() const { return fd_; }
-  struct stat status() const {
-    struct stat status {};
-    if (fstat(fd_, &status) != 0) raise(ErrorKind::kSystem, "fstat: ", std::strerror(errno));
-    return status;
-  }
-
- private:
-  int fd_;
-};
-
 class Mapping {
  public:
-  Mapping(const File& file, uint64_t bytes)
-      : bytes_(bytes), base_(mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file.fd(), 0)) {
-    if (base_ == MAP_FAILED) raise(ErrorKind::kSystem, "mmap of ", bytes, " bytes: ", std::strerror(errno));
-  }
+  Mapping(const File& file, uint64_t bytes) : bytes_(bytes), base_(map(nullptr, MAP_SHARED, file.fd())) {}
+  // Of nobody: pages come when they are written.
+  explicit Mapping(uint64_t bytes)
+      : bytes_(bytes), base_(map(nullptr, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1)) {}
   ~Mapping() {
     if (base_ != nullptr) munmap(base_, bytes_);
   }
   Mapping(Mapping&& other) noexcept : bytes_(other.bytes_), base_(std::exchange(other.base_, nullptr)) {}
   Mapping& operator=(Mapping&&) = delete;
   char* base() const { return static_cast<char*>(base_); }
+  // Another file at the same address.
+  void exchange(const File& file) { map(base_, MAP_SHARED | MAP_FIXED, file.fd()); }
 
  private:
+  void* map(void* at, int flags, int fd) const {
+    void* const base = mmap(at, bytes_, PROT_READ | PROT_WRITE, flags, fd, 0);
+    if (base == MAP_FAILED) raise(ErrorKind::kSystem, "mmap of ", bytes_, " bytes: ", std::strerror(errno));
+    return base;
+  }
+
   uint64_t bytes_;
   void* base_;
 };
@@ -134,32 +121,79 @@ void take_pages(int fd, uint64_t bytes) {
   }
 }
 
+// Whether all ranks that meet are threads of one process. Throws where they cannot share windows.
+bool check_members(Bootstrap& bootstrap, uint64_t bytes) {
+  const ProcessIdentity own = own_process();
+  const auto all = gather(bootstrap, Seat{own, bytes}, kWindow);
+  bool one_process = true;
+  for (size_t r = 0; r < all.size(); r++) {
+    const int rank = bootstrap.rank_at(static_cast<int>(r));
+    one_process = one_process && all[r].process == own;
+    for (size_t q = 0; q < r; q++) {
+      const ProcessIdentity &a = all[q].process, &b = all[r].process;
+      if (a.pid != b.pid || a.number == b.number) continue;
+      raise(ErrorKind::kSystem, "ranks ", bootstrap.rank_at(static_cast<int>(q)), " and ", rank,
+            " are two processes, both with the id ", a.pid, ": ranks in containers must share a process namespace");
+    }
+    if (all[r].bytes != bytes) {
+      raise(ErrorKind::kMismatch, "rank ", rank, " asks for a window of ", all[r].bytes, " bytes, rank ",
+            bootstrap.own_rank(), " for ", bytes);
+    }
+  }
+  return one_process;
+}
+
 class SharedWindows : public HostWindows {
  public:
-  SharedWindows(Bootstrap& bootstrap, uint64_t bytes) {
-    rank_ = bootstrap.rank();
+  SharedWindows(Bootstrap& bootstrap, int num_ranks, uint64_t bytes, bool is_elastic) {
+    rank_ = bootstrap.own_rank();
     bytes_ = bytes;
-    File file(-1);
-    const auto all = gather_from_steps(
-        bootstrap,
-        [&] {
-          const Token token = random_token();
-          file = make_file(token);
-          const struct stat status = file.status();
-          return Invitation{getpid(), file.fd(), status.st_dev, status.st_ino, token};
-        },
-        kWindow);
+    const auto all = invite(bootstrap);
     // Every rank says whether it has mapped all windows; only then may the files be closed.
     on_all_ranks(bootstrap, [&] {
-      for (size_t r = 0; r < all.size(); r++) {
-        const int rank = static_cast<int>(r);
-        mappings_.push_back(rank == rank_ ? Mapping(file, bytes) : Mapping(open_file(rank, all[r]), bytes));
+      for (int rank = 0; rank < num_ranks; rank++) {
+        const Invitation* other = find(bootstrap, all, rank);
+        if (rank == rank_) {
+          mappings_.emplace_back(file_, bytes);
+        } else if (other != nullptr) {
+          mappings_.emplace_back(open_file(rank, *other), bytes);
+        } else {
+          mappings_.emplace_back(bytes);
+        }
         bases_.push_back(mappings_.back().base());
       }
     });
+    if (!is_elastic) file_ = File();
+  }
+
+  void replace(Bootstrap& bootstrap, int rank) override {
+    check_members(bootstrap, bytes_);
+    const auto all = invite(bootstrap);
+    on_all_ranks(bootstrap, [&] { mappings_[rank].exchange(open_file(rank, *find(bootstrap, all, rank))); });
   }
 
  private:
+  std::vector<Invitation> invite(Bootstrap& bootstrap) {
+    return gather_from_steps(
+        bootstrap,
+        [&] {
+          if (file_.fd() < 0) {
+            token_ = random_token();
+            file_ = make_file(token_);
+          }
+          const struct stat status = file_.status();
+          return Invitation{getpid(), file_.fd(), status.st_dev, status.st_ino, token_};
+        },
+        kWindow);
+  }
+  // Null: the rank is not among those who meet.
+  static const Invitation* find(const Bootstrap& bootstrap, const std::vector<Invitation>& all, int rank) {
+    for (size_t seat = 0; seat < all.size(); seat++) {
+      if (bootstrap.rank_at(static_cast<int>(seat)) == rank) return &all[seat];
+    }
+    return nullptr;
+  }
+
   // Its size is sealed, so that no rank can make the others' loads and stores fail.
   static constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW;
 
@@ -201,30 +235,25 @@ class SharedWindows : public HostWindows {
           " (ranks must run as one user on one machine)");
   }
 
+  Token token_;
+  File file_;  // of the own window: while ranks map it, and of elastic windows always
   std::vector<Mapping> mappings_;
 };
 
 }  // namespace
 
+void HostWindows::replace(Bootstrap&, int rank) {
+  raise(ErrorKind::kInvalidUsage, "the window of rank ", rank, " cannot be exchanged: windows are not elastic");
+}
+
 std::unique_ptr<HostWindows> HostWindows::create(Bootstrap& bootstrap, uint64_t bytes) {
-  const ProcessIdentity own = own_process();
-  const auto all = gather(bootstrap, Seat{own, bytes}, kWindow);
-  bool one_process = true;
-  for (size_t r = 0; r < all.size(); r++) {
-    one_process = one_process && all[r].process == own;
-    for (size_t q = 0; q < r; q++) {
-      const ProcessIdentity &a = all[q].process, &b = all[r].process;
-      if (a.pid != b.pid || a.number == b.number) continue;
-      raise(ErrorKind::kSystem, "ranks ", q, " and ", r, " are two processes, both with the id ", a.pid,
-            ": ranks in containers must share a process namespace");
-    }
-    if (all[r].bytes != bytes) {
-      raise(ErrorKind::kMismatch, "rank ", r, " asks for a window of ", all[r].bytes, " bytes, rank ", bootstrap.rank(),
-            " for ", bytes);
-    }
-  }
-  if (one_process) return std::make_unique<HeapWindows>(bootstrap, bytes);
-  return std::make_unique<SharedWindows>(bootstrap, bytes);
+  if (check_members(bootstrap, bytes)) return std::make_unique<HeapWindows>(bootstrap, bytes);
+  return std::make_unique<SharedWindows>(bootstrap, bootstrap.num_ranks(), bytes, /*is_elastic=*/false);
+}
+
+std::unique_ptr<HostWindows> HostWindows::create_elastic(Bootstrap& bootstrap, int num_ranks, uint64_t bytes) {
+  check_members(bootstrap, bytes);
+  return std::make_unique<SharedWindows>(bootstrap, num_ranks, bytes, /*is_elastic=*/true);
 }
 
 }  // namespace ep

@@ -26,6 +26,8 @@ class PickyBackend : public Backend {
   LlEpochs settle() override { return {}; }
   void restart(const LlEpochs&) override {}
   void unmask_all() override {}
+  void replace(Bootstrap&, int) override {}
+  void set_mask(int, bool) override {}
   Failure failure() const override { return {}; }
   Report report(bool) override { return {}; }
   void set_timeout(double) override {}
