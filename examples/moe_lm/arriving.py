@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 import nccl_ep
@@ -22,7 +24,12 @@ class Arriving:
     def __init__(self, buffer: nccl_ep.Buffer, num_experts: int, max_tokens: int, topk: int) -> None:
         self.buffer, self.overlaps = buffer, True
         rows = CPU_ROWS if buffer.device.type == "cpu" else GPU_ROWS
-        self.how = {"num_experts": num_experts, "max_tokens": max_tokens, "topk": topk, "rows_per_block": rows}
+        self.how: dict[str, Any] = {
+            "num_experts": num_experts,
+            "max_tokens": max_tokens,
+            "topk": topk,
+            "rows_per_block": rows,
+        }
         self.layer: MoeLayer | None = None  # of the model's first call: it has room for as many experts as that has
 
     def __call__(self, x: Tensor, idx: Tensor, weights: Tensor, experts: Experts) -> Tensor:

@@ -39,12 +39,12 @@ SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 
 
 @triton.jit
-def note_time(times):  # type: ignore[no-untyped-def]
+def note_time(times):
     tl.store(times, globaltimer().to(tl.int64))
 
 
 @triton.jit
-def note_arrivals(state, times, blocks, timeout_ns):  # type: ignore[no-untyped-def]
+def note_arrivals(state, times, blocks, timeout_ns):
     """times[1 + place]: when the block at that place of the order came; 0: it has no rows."""
     place = tl.program_id(0)
     block = wait_rows(state, blocks, place, timeout_ns)
