@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import nccl_ep
+from nccl_ep import _C
 from nccl_ep.config import combine_numbers, signalled_numbers
 from nccl_ep.testing import ThreadGroup, run_ranks
 from tests.ll.row_producer import RowProducer
@@ -18,6 +19,8 @@ from tests.support.op_checks import UTILS
 from tests.support.patience import of_living_ranks
 
 WAIT = of_living_ranks(60.0)
+DELAY = 0.1 if _C.EMULATES_GPU else 0.002  # of a producer, so that kernels wait for it
+SHORT = 4.0 if _C.EMULATES_GPU else 0.5  # emulated GPUs seldom look at the clock
 
 
 def case_of(num_ranks: int, **changes: Any) -> Expected:
@@ -69,7 +72,7 @@ def test_rows_are_read_when_their_signals_come(name: str) -> None:
             made = case.rows[rank]
             for turn, rows_per_signal in enumerate((1, 3, 8, made.shape[-2])):
                 producer = RowProducer(
-                    made, rows_per_signal, threshold=1 + turn, spare=5 * (turn % 2), seed=rank + turn
+                    made, rows_per_signal, threshold=1 + turn, spare=5 * (turn % 2), seed=rank + turn, delay=DELAY
                 )
                 got = combine_signalled(case, buffer, out.handle, producer, num_sms=2, async_finish=turn % 2 == 1)
                 case.check_combine(got, rank)
@@ -118,7 +121,7 @@ def test_a_signal_that_does_not_come_is_named_at_the_deadline(
             blocks = -(-rows.shape[-2] // 4)
             signals = torch.full((blocks,) if rows.dim() == 2 else (2, blocks), 2, dtype=torch.int32)
             signals[place] = 1
-            buffer.set_timeout(0.5)
+            buffer.set_timeout(SHORT)
             with pytest.raises(nccl_ep.TimeoutError) as error:
                 nccl_ep.combine_send(
                     rows, out.handle, row_signals=signals, rows_per_signal=4, signal_threshold=2, num_sms=1
@@ -127,7 +130,7 @@ def test_a_signal_that_does_not_come_is_named_at_the_deadline(
             return str(error.value)
 
     (told,) = run_ranks(1, body)
-    assert f"rank 0 waited 0.5 s for the signal of {text} (expected 2, saw 1)" in told, told
+    assert f"rank 0 waited {SHORT:g} s for the signal of {text} (expected 2, saw 1)" in told, told
 
 
 @pytest.mark.parametrize(
