@@ -311,7 +311,7 @@ MUTANTS = (
         old="const bool all = __all_sync(~0u, row_under_way(seen) == kNoRow) != 0;",
         new="const bool all = __any_sync(~0u, row_under_way(seen) == kNoRow) != 0;",
         breaks="high throughput reads the rows of a token when one of them may be read",
-        emulated=NOT_TRIED,
+        emulated="tests/ht/test_signals.py::test_rows_are_read_when_their_signals_come[packed]",
     ),
     Mutant(
         "rank_mask_bit_64", "masks of ranks", "csrc/layout/common/rank_mask.h",
