@@ -6,10 +6,8 @@ from __future__ import annotations
 import pytest
 
 
-def use_small_plans(monkeypatch: pytest.MonkeyPatch, num_ranks: int) -> None:
-    chunks = min(16, 1024 // num_ranks)  # csrc/layout/ht/offsets.h: ht_chunks, which all ranks have in common
+def use_small_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of low latency: two blocks of three warps and, between domains, one for each kind of work on links."""
     monkeypatch.setenv("EP_PLAN_D", "2,3,1,2,1,0,2,2")
     monkeypatch.setenv("EP_PLAN_C", "2,3,1,2,1,0,2,2")
     monkeypatch.setenv("EP_PLAN_R", "1,1,1,1")
-    monkeypatch.setenv("EP_PLAN_HD", f"1,6,2,{chunks},0")
-    monkeypatch.setenv("EP_PLAN_HC", f"1,3,1,{chunks},0,0")
