@@ -135,6 +135,18 @@ class Engine:
         if slots:
             self._show_active()
 
+    def state(self) -> tuple[Tensor, Tensor, list[bool]]:
+        """What a step changes beside the cache, for ``restore``."""
+        return self.tokens.clone(), self.positions.clone(), list(self.host_active)
+
+    def restore(self, state: tuple[Tensor, Tensor, list[bool]]) -> None:
+        """As if the steps since had not been done: what they have left in the cache is written again."""
+        tokens, positions, active = state
+        self.tokens.copy_(tokens)
+        self.positions.copy_(positions)
+        self.host_active = list(active)
+        self._show_active()
+
     def _show_active(self) -> None:
         self.active[: self.room.slots] = torch.tensor(self.host_active).to(self.active.device)
 
