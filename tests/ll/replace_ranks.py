@@ -1,7 +1,7 @@
 """A world that loses one rank after another by SIGKILL, in the middle of its operations, and gets a new process for
 each: CPU ranks, or GPUs that replay graphs. Run as a program, on GPUs:
 
-python -m tests.ll.replace_ranks [ranks] [seconds]    prints JSON: how often, how fast, what was left behind
+python -m tests.ll.replace_ranks [ranks] [seconds] [cuda or cpu]    prints JSON: how often, how fast, what was left
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _context.set_forkserver_preload(["torch", "torch.distributed", "nccl_ep", "tests
 
 @dataclass(frozen=True)
 class Lives:
-    """A world in which the ranks of ``victims`` die, one in each phase, until ``end`` at most, of time.monotonic()."""
+    """A world in which the ranks of ``victims`` die, one in each phase, for so many ``seconds`` of rank 0 at most."""
 
     num_ranks: int
     victims: Sequence[int]
     deadline: float
     port: int
     device: str = "cpu"
-    end: float = float("inf")
+    seconds: float = float("inf")
 
     def case(self) -> Case:
         sizes = {} if self.device == "cpu" else {"hidden": 1024, "max_tokens": 32, "tokens": (32,) * self.num_ranks}
@@ -137,6 +137,7 @@ def _live(rank: int, born: int, lives: Lives, tell: Callable[[dict[str, Any]], N
     options = {"elastic": True, "join": born > 0, "timeout": PATIENCE, "device": device}
     with shared_buffer(group, [Expected(case)], **options) as buffer:
         work = _Work(case, buffer)
+        end = time.monotonic() + lives.seconds
         for phase in range(born, len(lives.victims) + 1):
             told: dict[str, Any] = {"phase": phase}
             if phase > born:
@@ -146,7 +147,7 @@ def _live(rank: int, born: int, lives: Lives, tell: Callable[[dict[str, Any]], N
             for _ in range(2):
                 work.check(whole)
             tell(told | {"good_at": time.monotonic(), **things_of_this_process(device)})
-            if phase == len(lives.victims) or _is_over(store, rank, phase, lives.end):
+            if phase == len(lives.victims) or _is_over(store, rank, phase, end):
                 break
             _lose(lives, phase, parts[lives.victims[phase]], work)
 
@@ -247,9 +248,9 @@ def lose(num_ranks: int, victims: Sequence[int], deadline: float, **options: Any
     return world
 
 
-def main(num_ranks: int, seconds: float) -> None:
+def main(num_ranks: int, seconds: float, device: str) -> None:
     victims = [1 + number % (num_ranks - 1) for number in range(50)]
-    world = lose(num_ranks, victims, 0.5, device="cuda", end=time.monotonic() + seconds)
+    world = lose(num_ranks, victims, 0.5, device=device, seconds=seconds)
     survivor = world.told[0]
     joined = []
     for number, died_at in enumerate(world.died_at):
@@ -258,7 +259,8 @@ def main(num_ranks: int, seconds: float) -> None:
     kinds = ("descriptors", "threads", "free_bytes")
     report = {
         "what": "ranks that are killed while graphs replay, and replaced", "ranks": num_ranks,
-        "device": torch.cuda.get_device_name(0), "replaced": len(joined), "seconds_to_join": joined,
+        "device": torch.cuda.get_device_name(0) if device == "cuda" else "cpu",
+        "replaced": len(joined), "seconds_to_join": joined,
         "most_seconds_to_join": max(joined, default=None),
         "rank_0": [{kind: each[kind] for kind in kinds} for each in survivor],
         "free_bytes_of_new_ranks": [
@@ -271,4 +273,5 @@ def main(num_ranks: int, seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 2, float(sys.argv[2]) if len(sys.argv) > 2 else 45.0)
+    ranks, time_for_it, kind, *_ = [*sys.argv[1:], *("2", "45", "cuda")[len(sys.argv) - 1 :]]
+    main(int(ranks), float(time_for_it), kind)
