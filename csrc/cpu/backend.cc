@@ -70,7 +70,12 @@ class CpuBackend : public Backend {
   }
   void unmask_all() override { state_.masked = {}; }
   void replace(Bootstrap& bootstrap, int rank) override {
-    clear_window(transport_->local_window(), transport_->window_bytes());
+    try {
+      clear_window(transport_->local_window(), transport_->window_bytes());
+    } catch (...) {  // interrupted: a row of zeros would be taken for one that has come
+      rest_rows(transport_->local_window(), window_);
+      throw;
+    }
     rest_rows(transport_->local_window(), window_);
     transport_->replace(bootstrap, rank);
   }
@@ -83,6 +88,7 @@ class CpuBackend : public Backend {
   }
   bool trusts_handles() const override { return true; }
   Failure failure() const override { return state_.failure.get(); }
+  bool has_failed() const override { return state_.failure.is_set(); }
   Report report(bool take_invalid_ids) override {
     Report report{state_.failure.get(), state_.invalid_ids, state_.dropped_rows, {}, {}, {}, state_.masked};
     for (int kind = 0; kind < kNumKinds; kind++) {

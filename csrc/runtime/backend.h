@@ -61,8 +61,10 @@ class Backend {
   // Whether its operations take the entries of a handle for true, so that the group checks them.
   virtual bool trusts_handles() const { return false; }
 
-  // How the buffer failed, if it did: asked at every call, hence no call of CUDA.
+  // How the buffer failed, if it did. No call of CUDA.
   virtual Failure failure() const = 0;
+  // Whether it did: asked at every call, and a Failure is large.
+  virtual bool has_failed() const { return failure().code != Failure::kNone; }
   // Whether kernels have found expert ids out of range since they were last taken: asked likewise.
   virtual bool has_invalid_ids() const { return false; }
   // What the device has found so far. `take_invalid_ids` forgets them.

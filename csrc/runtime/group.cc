@@ -185,8 +185,8 @@ void Group::require_usable() {
       "a rank did not come when masks were cleaned (or that of a rank that was replaced), and others may have cleaned "
       "theirs: destroy the buffer and make a new one");
   const std::shared_ptr<Backend> backend = this->backend();
+  if (!backend->has_failed()) return;
   Failure failure = backend->failure();
-  if (failure.code == Failure::kNone) return;
   std::string others;
   try {
     failure = failure_in_full(*backend);

@@ -11,6 +11,7 @@ namespace ep {
 
 void Group::check_elastic() const {
   if (!config_.is_elastic) return;
+  EP_CHECK(config_.masks_late_ranks, "an elastic buffer has masks: make it with enable_shrink");
   EP_CHECK(!config_.ht_sizes.any(),
            "an elastic buffer serves low latency, since high throughput has no masks: make it "
            "with mode=\"ll\"");
@@ -31,6 +32,9 @@ void Group::watch_processes(Bootstrap& bootstrap) {
 }
 
 void Group::replace(Bootstrap& given, int rank, double seconds) {
+  EP_CHECK_USAGE(config_.is_elastic, "rank ", rank, " cannot be replaced: the buffer was made without elastic");
+  EP_CHECK(rank >= 0 && rank < num_ranks() && rank != rank_, "rank ", rank, " to be replaced by rank ", rank_, " of ",
+           num_ranks());
   Session bootstrap(given, Collective::kReplaceRank);
   agreement_of(config_, num_ranks()).check(bootstrap);
   const auto epochs = gather_from_steps(

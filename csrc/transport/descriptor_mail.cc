@@ -8,6 +8,7 @@
 #include <chrono>
 #include <cstddef>
 #include <deque>
+#include <string>
 
 #include "base/interruption.h"
 
@@ -55,7 +56,7 @@ DescriptorMail::DescriptorMail() : socket_(socket(AF_UNIX, SOCK_DGRAM | SOCK_CLO
 }
 
 // False: there is no room for it now.
-bool DescriptorMail::send(int fd, const Token& to) const {
+bool DescriptorMail::send(int fd, const Token& to, int rank) const {
   const SocketName name(to);
   Letter letter;
   letter.secret = address_.secret;
@@ -68,8 +69,8 @@ bool DescriptorMail::send(int fd, const Token& to) const {
   std::memcpy(CMSG_DATA(part), &fd, sizeof fd);
   if (sendmsg(socket_.fd(), &letter.header, MSG_NOSIGNAL) >= 0) return true;
   if (errno == EAGAIN || errno == EINTR || errno == ENOBUFS || errno == ETOOMANYREFS) return false;
-  raise(ErrorKind::kSystem, "to send a descriptor: ", std::strerror(errno),
-        " (ranks must run on one machine, and share a network namespace)");
+  raise(ErrorKind::kSystem, "to send rank ", rank, " a descriptor: ", std::strerror(errno),
+        " (it must run on this machine, share a network namespace, and not have ended)");
 }
 
 // False: nothing has come. What strangers send is closed.
@@ -82,11 +83,13 @@ bool DescriptorMail::receive(const std::vector<Address>& others, std::vector<Fil
   }
   File file;
   const cmsghdr* part = CMSG_FIRSTHDR(&letter.header);
-  if (part != nullptr && part->cmsg_level == SOL_SOCKET && part->cmsg_type == SCM_RIGHTS &&
-      part->cmsg_len == CMSG_LEN(sizeof(int))) {
-    int fd = -1;
-    std::memcpy(&fd, CMSG_DATA(part), sizeof fd);
-    file = File(fd);
+  if (part != nullptr && part->cmsg_level == SOL_SOCKET && part->cmsg_type == SCM_RIGHTS) {
+    // Of a stranger they may be two: the padding of `control` has room for another.
+    for (size_t at = 0; CMSG_LEN(at + sizeof(int)) <= part->cmsg_len; at += sizeof(int)) {
+      int fd = -1;
+      std::memcpy(&fd, CMSG_DATA(part) + at, sizeof fd);
+      file = File(fd);
+    }
   }
   for (size_t i = 0; i < others.size(); i++) {
     if (bytes == sizeof letter.secret && others[i].secret == letter.secret) received[i] = std::move(file);
@@ -94,22 +97,33 @@ bool DescriptorMail::receive(const std::vector<Address>& others, std::vector<Fil
   return true;
 }
 
-std::vector<File> DescriptorMail::exchange(int fd, const std::vector<Address>& others, double seconds) {
+std::vector<File> DescriptorMail::exchange(int fd, const std::vector<Address>& others, const std::vector<int>& ranks,
+                                           double seconds) {
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
-  std::deque<Token> unsent;
-  for (const Address& other : others) unsent.push_back(other.name);
+  std::deque<size_t> unsent;
+  for (size_t i = 0; i < others.size(); i++) unsent.push_back(i);
   std::vector<File> received(others.size());
   const auto is_missing = [](const File& file) { return file.fd() < 0; };
   while (!unsent.empty() || std::any_of(received.begin(), received.end(), is_missing)) {
     // Those whose sockets are full read them while they try to send.
-    while (!unsent.empty() && send(fd, unsent.front())) unsent.pop_front();
-    while (receive(others, received)) {
+    while (!unsent.empty() && send(fd, others[unsent.front()].name, ranks[unsent.front()])) unsent.pop_front();
+    // Not for as long as something comes: strangers must not keep this rank here beyond its deadline.
+    for (size_t i = 0; i <= others.size() && receive(others, received); i++) {
     }
     pollfd come{socket_.fd(), POLLIN, 0};
     poll(&come, 1, unsent.empty() ? 20 : 1);
     if (has_interruption()) throw Interrupted("to exchange descriptors");
     if (std::chrono::steady_clock::now() >= deadline) {
-      raise(ErrorKind::kTimeout, "a rank has not sent the descriptor of its window within ", seconds, " s");
+      std::string late;
+      for (size_t i = 0; i < ranks.size(); i++) {
+        if (is_missing(received[i])) late += concat(late.empty() ? "" : ", ", ranks[i]);
+      }
+      if (late.empty()) {
+        raise(ErrorKind::kTimeout, "rank ", ranks[unsent.front()], " has not taken the descriptor of a window within ",
+              seconds, " s");
+      }
+      raise(ErrorKind::kTimeout, "nothing was heard from rank ", late, ", which was to send the descriptor of its ",
+            "window, within ", seconds, " s");
     }
   }
   return received;

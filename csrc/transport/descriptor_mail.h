@@ -18,11 +18,12 @@ class DescriptorMail {
 
   DescriptorMail();
   const Address& address() const { return address_; }
-  // Sends `fd` to each of the others, and returns what each of them has sent. Those call it with this address.
-  std::vector<File> exchange(int fd, const std::vector<Address>& others, double seconds);
+  // Sends `fd` to each of the others, and returns what each of them has sent. Those call it with this address. `ranks`:
+  // theirs, for errors.
+  std::vector<File> exchange(int fd, const std::vector<Address>& others, const std::vector<int>& ranks, double seconds);
 
  private:
-  bool send(int fd, const Token& to) const;
+  bool send(int fd, const Token& to, int rank) const;
   bool receive(const std::vector<Address>& others, std::vector<File>& received) const;
 
   Address address_{random_token(), random_token()};

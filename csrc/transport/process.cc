@@ -37,9 +37,12 @@ ProcessIdentity own_process() {
   return {getpid(), number};
 }
 
-ProcessWatch::ProcessWatch(const ProcessIdentity& process)
-    : process_(process), pidfd_(static_cast<int>(syscall(SYS_pidfd_open, process.pid, 0))) {
-  if (pidfd_.fd() < 0) raise(ErrorKind::kSystem, "pidfd_open of process ", process.pid, ": ", std::strerror(errno));
+ProcessWatch::ProcessWatch(const ProcessIdentity& process) : process_(process) {
+  if (process == own_process()) return;  // ranks that are threads watch one another: a descriptor for each pair
+  pidfd_ = File(static_cast<int>(syscall(SYS_pidfd_open, process.pid, 0)));
+  if (pidfd_.fd() >= 0) return;
+  raise(ErrorKind::kSystem, "pidfd_open of process ", process.pid, ": ", std::strerror(errno),
+        " (it must not have ended, and ranks must share a process namespace)");
 }
 
 bool ProcessWatch::has_ended_within(double seconds) const {

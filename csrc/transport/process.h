@@ -30,7 +30,7 @@ struct ProcessIdentity {
 ProcessIdentity own_process();
 
 // Tells whether a process has ended, all of its threads and open files with it, whatever its id is given to later. An
-// empty watch has none that runs.
+// empty watch has none that runs. This process is not watched: whoever asks for its end asks nothing.
 class ProcessWatch {
  public:
   ProcessWatch() = default;

@@ -21,6 +21,10 @@ class FailureCell {
     std::lock_guard lock(mutex_);
     failure_ = failure;
   }
+  bool is_set() const {
+    std::lock_guard lock(mutex_);
+    return failure_.code != Failure::kNone;
+  }
   Failure get() const {
     std::lock_guard lock(mutex_);
     return failure_;

@@ -143,6 +143,10 @@ class CudaBackend : public Backend {
     return code == Failure::kNone ? Failure{} : memory_->host->failure;
   }
 
+  bool has_failed() const override {
+    return std::atomic_ref(memory_->host->failure.code).load(std::memory_order_acquire) != Failure::kNone;
+  }
+
   bool has_invalid_ids() const override {
     return std::atomic_ref(memory_->host->has_invalid_ids).load(std::memory_order_acquire) != 0;
   }

@@ -53,9 +53,7 @@ ElasticWindow::ElasticWindow(Bootstrap& bootstrap, int device, int num_ranks, ui
       }
       exchange(*mail, ranks, others);
       for (int rank = 0; rank < num_ranks; rank++) {
-        if (piece_bytes_[rank] != 0) continue;
-        if (nobody_ == 0) nobody_ = create(granularity_);
-        map(rank, nobody_, granularity_);
+        if (piece_bytes_[rank] == 0) map_nobody(rank);
       }
     });
   } catch (...) {
@@ -77,7 +75,17 @@ void ElasticWindow::replace(Bootstrap& bootstrap, int rank) {
       kAddress);
   on_all_ranks(bootstrap, [&] {
     for (int seat = 0; seat < bootstrap.num_ranks(); seat++) {
-      if (bootstrap.rank_at(seat) == rank) exchange(*mail, {rank}, {addresses[seat]});
+      if (bootstrap.rank_at(seat) != rank) continue;
+      try {
+        exchange(*mail, {rank}, {addresses[seat]});
+      } catch (...) {
+        // Kernels go on to store masks and heartbeats there.
+        try {
+          map_nobody(rank);
+        } catch (const Error&) {
+        }
+        throw;
+      }
     }
   });
 }
@@ -116,7 +124,10 @@ void ElasticWindow::map(int rank, Handle memory, uint64_t bytes) {
   unmap(rank);
   const CUdeviceptr begin = address_of(rank);
   for (CUdeviceptr at = begin; at < begin + peers_.stride; at += bytes) {
-    check_driver(driver().mem_map(at, bytes, 0, memory, 0), "cuMemMap");
+    const CUresult result = driver().mem_map(at, bytes, 0, memory, 0);
+    if (result == CUDA_SUCCESS) continue;
+    while (at > begin) driver().mem_unmap(at -= bytes, bytes);
+    check_driver(result, "cuMemMap");
   }
   piece_bytes_[rank] = bytes;
   CUmemAccessDesc access{};
@@ -128,6 +139,11 @@ void ElasticWindow::map(int rank, Handle memory, uint64_t bytes) {
           ": the GPUs of an elastic buffer must be in one machine, and every one must have peer access to every other");
   }
   check_driver(result, "cuMemSetAccess");
+}
+
+void ElasticWindow::map_nobody(int rank) {
+  if (nobody_ == 0) nobody_ = create(granularity_);
+  map(rank, nobody_, granularity_);
 }
 
 void ElasticWindow::unmap(int rank) {
@@ -146,7 +162,7 @@ void ElasticWindow::exchange(DescriptorMail& mail, const std::vector<int>& ranks
   check_driver(driver().mem_export(&fd, own_, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0),
                "cuMemExportToShareableHandle");
   const File own(fd);
-  const std::vector<File> files = mail.exchange(own.fd(), others, seconds_);
+  const std::vector<File> files = mail.exchange(own.fd(), others, ranks, seconds_);
   for (size_t i = 0; i < ranks.size(); i++) {
     Handle memory = 0;
     void* const given = reinterpret_cast<void*>(static_cast<uintptr_t>(files[i].fd()));

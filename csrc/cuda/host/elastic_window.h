@@ -36,6 +36,8 @@ class ElasticWindow {
   CUdeviceptr address_of(int rank) const;
   // Once, or as often as it takes for a window. The window that was there before goes.
   void map(int rank, Handle memory, uint64_t bytes);
+  // Memory that nobody reads.
+  void map_nobody(int rank);
   void unmap(int rank);
   // The windows of the ranks that the others in `ranks` have made; this one sends its own.
   void exchange(DescriptorMail& mail, const std::vector<int>& ranks,

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "cuda/host/gpu_identity.h"
 #include "cuda/host/one_gpu_world.h"
@@ -82,12 +83,29 @@ void make_window(Bootstrap& bootstrap, Memory& memory, const Topology& topology,
 
 }  // namespace
 
+namespace {
+
+// As clean_window(), but for the credits. If the new rank does not come to the end, this one goes on behind its last
+// operation, and the next one waits for the credits of that.
+void clean_window_but_credits(const Memory& memory, const LlWindow& window) {
+  std::vector<uint64_t> credits(window.signals.count);
+  const uint64_t bytes = credits.size() * sizeof(uint64_t);
+  char* const at = memory.peers.local<char>(window.signals.offset);
+  EP_CUDA(cudaMemcpyAsync(credits.data(), at, bytes, cudaMemcpyDeviceToHost, memory.stream));
+  EP_CUDA(cudaStreamSynchronize(memory.stream));
+  clean_window(memory, window);
+  EP_CUDA(cudaMemcpyAsync(at, credits.data(), bytes, cudaMemcpyHostToDevice, memory.stream));
+  EP_CUDA(cudaStreamSynchronize(memory.stream));
+}
+
+}  // namespace
+
 // The steps of set_up() for a rank that joins.
 void replace_rank(Bootstrap& bootstrap, Memory& memory, const Window& window, int rank) {
   GpuIdentity identity{};
   on_all_ranks(bootstrap, [&] {
     identity = own_gpu_identity(memory.device);
-    clean_window(memory, window);
+    clean_window_but_credits(memory, window);
   });
   is_world_on_one_gpu(bootstrap, identity);
   memory.elastic_window->replace(bootstrap, rank);
@@ -112,7 +130,8 @@ std::unique_ptr<Memory> set_up(Bootstrap& bootstrap, const Topology& topology, c
   if (topology.num_domains() > 1) join_network(bootstrap, topology, window, config, *memory);
   // No rank writes into a window before its owner has cleaned it.
   on_all_ranks(bootstrap, [&] {
-    if (config.masks_late_ranks) set_up_masks(*memory, window, bootstrap.num_ranks());
+    // Of the world: where a rank joins, those who meet may be fewer.
+    if (config.masks_late_ranks) set_up_masks(*memory, window, topology.num_ranks);
     clean_window(*memory, window);
   });
   return memory;
