@@ -67,7 +67,9 @@ def test_kernels_in_the_sources_have_the_names_that_profilers_look_for() -> None
         STREAMED,
     }  # fmt: skip
     high = [name for name, parameter in kernels if parameter.startswith("Ht") and ONE_GPU_WORLD not in name]
-    assert sorted(name.rsplit("::", 1)[1] for name in high) == ["combine_rows", "dispatch_route", "dispatch_send"]
+    assert sorted(name.rsplit("::", 1)[1] for name in high) == [
+        "combine_rows", "combine_signalled_rows", "dispatch_route", "dispatch_send",
+    ]  # fmt: skip
     check_names(kernels)
 
 
@@ -80,10 +82,12 @@ def test_kernels_in_the_build_have_the_names_that_profilers_look_for() -> None:
     mine = [(name, parameter) for name, parameter in kernels if ONE_GPU_WORLD not in name]
     for parameter, word in WORDS.items():
         names = [name for name, each in mine if each == parameter]
-        # In both sets; but kernels that stream rows, or wait for their signals (the last template argument), have no
-        # masks.
+        # With masks and without; but kernels that stream rows, or wait for their signals (the last template argument),
+        # have no masks. Dispatch to experts' rows has a third set, for arrivals.
         without_masks = {name for name in names if (word == "combine" and name.endswith(", true>")) or STREAMED in name}
-        assert len(names) >= 4 and Counter(names) == {name: 2 - (name in without_masks) for name in names}, names
+        announcing = {name for name in names if word == "dispatch" and re.search(r"OutputLayout\)[01]>", name)}
+        counts = {name: 2 - (name in without_masks) + (name in announcing) for name in names}
+        assert len(names) >= 4 and Counter(names) == counts, names
         bare = {f"ep::ll::(anonymous namespace)::{word}", *([STREAMED] if word == "combine" else [])}
         assert {name.partition("<")[0] for name in names} == bare, names
     check_names(kernels)

@@ -243,8 +243,8 @@ MUTANTS = (
     ),
     Mutant(
         "ht_gpu_domain_drops", "kernels, rail", "csrc/cuda/ht/links/combine.cuh",
-        old="nothing.put(unit, has_all && present != 0 ?",
-        new="nothing.put(unit, present != 0 ?",
+        old="put_token(unit, 0, !has_all || present == 0);",
+        new="put_token(unit, 0, present == 0);",
         breaks="of a domain's sum, a rank that has dropped all rows of a token does not count with +0",
         emulated="tests/contract/test_emulated_gpu.py::TestEmulatedNetwork::test_sums_of_special_numbers_are_the_oracles[ht-expert_major-few]",
     ),
