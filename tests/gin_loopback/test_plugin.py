@@ -99,7 +99,7 @@ def test_a_weak_signal_passes_puts_and_a_strong_one_does_not(table: Table, tmp_p
 
 
 def test_a_strong_signal_orders_one_context_alone(table: Table) -> None:
-    assert rounds(table, 80, strong=True, contexts=4, reorder=1, delay_us=4000) > 10
+    assert rounds(table, 120, strong=True, contexts=4, reorder=1, delay_us=4000) > 10
 
 
 def test_a_seed_draws_the_same_order() -> None:
