@@ -132,6 +132,7 @@ def test_a_capture_works_beside_exact_sizes() -> None:
         buffer.check()
 
 
+@one_gpu_worlds
 @pytest.mark.parametrize("setting", ["expandable_segments:True", "backend:cudaMallocAsync"])
 def test_no_setting_of_the_allocator_changes_a_bit(setting: str) -> None:
     """In a process of its own, as torch reads them once."""
