@@ -165,7 +165,7 @@ class CudaBackend : public Backend {
     report.failure = failure();
     report.invalid_ids = seen.diagnostics.invalid_ids;
     report.dropped_rows = seen.diagnostics.dropped_rows;
-    for (int r = 0; r < kMaxRanks; r++) {
+    for (int r = 0; r < num_ranks_; r++) {
       if (seen.masks.is_masked[r] != 0) report.masked.add(r);
     }
     for (int kind = 0; kind < kNumKinds; kind++) {
