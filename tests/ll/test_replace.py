@@ -83,6 +83,7 @@ def _threads(num_ranks: int, body: Callable[[_Threads, ThreadGroup, nccl_ep.Buff
     def run_body(group: ThreadGroup) -> None:
         buffer = world.buffer(group.rank())
         world.run(buffer)
+        group.allgather(b"", PATIENCE)  # a rank that is masked may leave out what it still waits for
         body(world, group, buffer)
 
     run_ranks(num_ranks, run_body)
