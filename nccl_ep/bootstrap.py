@@ -197,7 +197,8 @@ class _StoreMeeting:
     Rank 0 draws the name of the meeting and writes it into ``call``. Every other rank answers under that name with a
     token, and rank 0 repeats all tokens in ``roster``. A rank that finds its own token there knows that the name is of
     now, and rank 0 knows it of the answers. Whoever tries again draws a new name or token; ranks that still wait for
-    each other see it. Keys of a round are deleted when all ranks have read them.
+    each other see it: until the first round is over, rank 0 takes the token of a rank that is not the one in the
+    roster, and the others follow a new call. Keys of a round are deleted when all ranks have read them.
     """
 
     def __init__(self, store: _Store, place: str, rank: int, size: int) -> None:
@@ -206,6 +207,8 @@ class _StoreMeeting:
         self._call = f"{place}call"
         self.name = ""  # of the meeting, once it was joined
         self._round = 0
+        self._tokens: list[bytes] = []  # rank 0: of the others, as in the roster
+        self._refused_by = b""  # rank 0: whoever was the last not to find its token there
 
     def allgather(self, mine: bytes, timeout: float) -> list[bytes]:
         if self._size == 1:
@@ -216,13 +219,20 @@ class _StoreMeeting:
         keys = self._keys(self._round)
         self._store.set(keys[self._rank], mine)
         while not self._store.has(*keys):
-            wait.pause(lambda: self._missing(keys))
+            if self._round == 0 and self._rank == 0:
+                self._renew_roster()
+            elif self._round == 0 and self._is_called_anew() and not self._store.has(*keys):
+                self._store.delete(keys[self._rank])
+                self.name = self._answer(wait)
+                keys = self._keys(0)
+                self._store.set(keys[self._rank], mine)
+            wait.pause(lambda keys=keys: self._missing(keys))  # type: ignore[misc]
         texts = self._store.take(keys)
         # Who is in this round has joined, and has read the round before.
         if self._round > 0:
             self._store.delete(self._keys(self._round - 1)[self._rank])
         elif self._rank == 0:
-            self._store.delete(self._call, f"{self.name}/roster")
+            self._store.delete(self._call, f"{self.name}/roster", f"{self.name}/again")
         self._round += 1
         return texts
 
@@ -253,12 +263,28 @@ class _StoreMeeting:
         self._store.set(self._call, name.encode())
         if earlier:  # of a try that failed
             before = earlier.decode(errors="replace")
-            self._store.delete(*self._answers(before), f"{before}/roster")
+            self._store.delete(*self._answers(before), f"{before}/roster", f"{before}/again")
         answers = self._answers(name)
         while not self._store.has(*answers):
             wait.pause(lambda: self._missing(answers, first=1))
-        self._store.set(f"{name}/roster", b" ".join(self._store.take(answers)))
+        self._tokens = self._store.take(answers)
+        self._store.set(f"{name}/roster", b" ".join(self._tokens))
         return name
+
+    def _renew_roster(self) -> None:
+        """Whoever does not find its own token there has come in the place of one that gave up."""
+        refused_by = self._store.peek(f"{self.name}/again")
+        if refused_by in (None, self._refused_by):
+            return
+        self._refused_by = refused_by
+        answers = [self._store.peek(key) for key in self._answers(self.name)]  # gone of those who have joined
+        self._tokens = [new or old for new, old in zip(answers, self._tokens, strict=True)]
+        self._store.set(f"{self.name}/roster", b" ".join(self._tokens))
+
+    def _is_called_anew(self) -> bool:
+        """Rank 0 gave up, and tries again, or another has come in its place. Or this meeting is over for it."""
+        called = self._store.peek(self._call)
+        return called is not None and called.decode(errors="replace") != self.name
 
     def _answer(self, wait: _Wait) -> str:
         token, name = secrets.token_hex(16).encode(), ""
@@ -272,6 +298,7 @@ class _StoreMeeting:
                 if len(tokens) == self._size - 1 and tokens[self._rank - 1] == token:
                     self._store.delete(self._answers(name)[self._rank - 1])
                     return name
+                self._store.set(f"{name}/again", token)
             wait.pause(lambda name=name: (name and self._missing(self._answers(name), first=1)) or [0])  # type: ignore[misc]
 
     def _new_name(self) -> str:

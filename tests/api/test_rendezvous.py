@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import nccl_ep
 import nccl_ep.deep_ep
+from nccl_ep import bootstrap
 from nccl_ep.bootstrap import ProcessGroupRendezvous
 from nccl_ep.testing import ThreadGroup, run_ranks
 from tests.support.patience import PATIENCE, Clock
@@ -179,10 +180,11 @@ def test_ranks_meet_after_unequal_numbers_of_tries(late: int, store: dist.Store)
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize("pause", [0.0, 0.3])  # in which the others go on with what is left
 @pytest.mark.parametrize("gone", [0, 1])
-def test_a_rank_that_gave_up_does_not_count_as_there(gone: int) -> None:
+def test_a_rank_that_gave_up_does_not_count_as_there(gone: int, pause: float, store: dist.Store) -> None:
     """It left an answer (rank 1) or a call (rank 0), and another process takes its place."""
-    store, tried = dist.HashStore(), threading.Event()
+    tried = threading.Event()
 
     def body(group: ThreadGroup) -> None:
         rank = group.rank()
@@ -191,12 +193,44 @@ def test_a_rank_that_gave_up_does_not_count_as_there(gone: int) -> None:
             with pytest.raises(nccl_ep.TimeoutError):
                 dead.allgather(b"of the dead", 0.3)
             tried.set()
+            time.sleep(pause)
         elif rank == 2:
             assert tried.wait(PATIENCE)
         want = [f"rank {each}".encode() for each in range(3)]
         assert ProcessGroupRendezvous(_nameless(store, rank, 3)).allgather(want[rank], PATIENCE) == want
 
     run_ranks(3, body)
+
+
+def test_a_caller_that_is_lost_behind_its_roster_is_followed(
+    store: dist.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others have joined its meeting, in which it has said nothing yet."""
+    lost, usual = threading.Event(), bootstrap._Store.set
+
+    def lose_first(self: Any, key: str, value: bytes) -> None:
+        if key.endswith("/0/0") and not lost.is_set():
+            lost.set()
+            raise _LostError
+        usual(self, key, value)
+
+    monkeypatch.setattr(bootstrap._Store, "set", lose_first)
+
+    def body(group: ThreadGroup) -> None:
+        rank = group.rank()
+        want = [f"rank {each}".encode() for each in range(3)]
+        members = ProcessGroupRendezvous(_nameless(store, rank, 3))
+        if rank == 0:
+            with pytest.raises(_LostError):
+                members.allgather(b"of the dead", PATIENCE)
+            time.sleep(0.3)
+        assert members.allgather(want[rank], PATIENCE) == want
+
+    run_ranks(3, body)
+
+
+class _LostError(Exception):
+    pass
 
 
 def test_the_missing_rank_is_named(store: dist.Store) -> None:
