@@ -69,7 +69,7 @@ class CpuBackend : public Backend {
     }
   }
   void unmask_all() override { state_.masked = {}; }
-  void replace(Bootstrap& bootstrap, int rank) override {
+  void replace(Bootstrap& bootstrap, int rank, double) override {
     try {
       clear_window(transport_->local_window(), transport_->window_bytes());
     } catch (...) {  // interrupted: a row of zeros would be taken for one that has come

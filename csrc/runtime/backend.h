@@ -53,8 +53,8 @@ class Backend {
   virtual void restart(const LlEpochs& epochs) = 0;
   virtual void unmask_all() = 0;
   // Of a buffer whose ranks can be replaced (replace.cc), when all have settled: exchanges the window of `rank`, which
-  // is being made, and cleans the own one. Collective among those who meet.
-  virtual void replace(Bootstrap& bootstrap, int rank) = 0;
+  // is being made, within `seconds`, and cleans the own one. Collective among those who meet.
+  virtual void replace(Bootstrap& bootstrap, int rank, double seconds) = 0;
   // Between operations. The next one knows it.
   virtual void set_mask(int rank, bool is_masked) = 0;
 

@@ -294,7 +294,7 @@ void Group::begin(Params& p) {
 }
 
 void Group::require_ll() const {
-  EP_CHECK(config_.sizes.tagged_bytes > 0,
+  EP_CHECK(config_.has_ll(),
            "the buffer was made without room for low latency: make it with mode=\"ll\" or \"auto\", or call with "
            "mode=\"ht\"");
 }

@@ -35,6 +35,9 @@ struct GroupConfig {
   bool has_rail = false;            // several domains are GPUs, whose kernels cross them
   LlNetwork ll_network = LlNetwork::kAuto;
   ncclComm* nccl_comm = nullptr;  // the caller's, on which windows are made; null: one of our own
+
+  bool has_ll() const { return sizes.tagged_bytes > 0; }
+  bool has_ht() const { return ht_sizes.any(); }
   const char* device_kind() const { return device_index < 0 ? "cpu" : "cuda"; }
 };
 
@@ -91,7 +94,7 @@ class Group {
 
   // A new process has taken the number of `rank`, whose process has ended (replace.cc). Collective among those who
   // meet: ranks of this world that hear one another, and the new one, whose group is made meanwhile. The others keep
-  // their places and masks. `seconds`: for the end of the old process.
+  // their places and masks. `seconds`: for the end of the old process, and for the new one's window.
   void replace(Bootstrap& bootstrap, int rank, double seconds);
 
   // The same for high throughput. `out_offset` of parts and `rows_offset` are filled in here.
@@ -99,7 +102,7 @@ class Group {
   void run(HtDispatchParams& params, void* stream);
   void dispatch(HtDispatchParams& params, void* stream);
   void combine(HtCombineParams& params, void* stream);
-  bool has_ht() const { return config_.ht_sizes.any(); }
+  bool has_ht() const { return config_.has_ht(); }
   std::shared_ptr<Arena> arena() const;
 
   // Throws what the device has found: a failure of the buffer (again at every call), ids out of range (once).

@@ -12,7 +12,7 @@ namespace ep {
 void Group::check_elastic() const {
   if (!config_.is_elastic) return;
   EP_CHECK(config_.masks_late_ranks, "an elastic buffer has masks: make it with enable_shrink");
-  EP_CHECK(!config_.ht_sizes.any(),
+  EP_CHECK(!config_.has_ht(),
            "an elastic buffer serves low latency, since high throughput has no masks: make it "
            "with mode=\"ll\"");
   EP_CHECK(topology_.num_domains() == 1, "the ranks of an elastic buffer must be in one domain, these are ",
@@ -51,7 +51,7 @@ void Group::replace(Bootstrap& given, int rank, double seconds) {
       "its epochs");
   backend()->set_mask(rank, true);  // if the new one does not come to the end, the others go on without it
   watch_processes(bootstrap);
-  backend()->replace(bootstrap, rank);
+  backend()->replace(bootstrap, rank, seconds);
   is_partly_cleaned_ = true;  // some have new epochs
   on_all_ranks(bootstrap, [&] { backend()->restart(behind(epochs)); });
   backend()->set_mask(rank, false);

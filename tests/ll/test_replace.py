@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from tests.ll.mask_ranks import CaseOf, run_parted
 from tests.ll.replace_ranks import World, lose
 from tests.support.expected import Expected, plain_case, shared_buffer
 from tests.support.patience import PATIENCE, with_more_time
+from tests.support.processes import run_processes
 
 SHORT = 0.3  # seconds, to wait for a rank that does not come
 
@@ -43,6 +45,32 @@ def test_fifty_replaced_ranks_leave_nothing_behind() -> None:
     for kind in ("descriptors", "threads", "windows"):
         assert len({each[kind] for each in survivor[2:]}) == 1, (kind, survivor)
     assert world.store.num_keys() <= 4, "keys are left in the store"
+
+
+def _take_the_place_of_one_that_lives(process: int, path: str) -> None:
+    """Processes 0 and 1 are the ranks; process 2 comes for rank 1."""
+    store = dist.FileStore(path, 3)
+    group = nccl_ep.StoreGroup(store, rank=min(process, 1), size=2)
+    told = r"rank 1 is to be replaced, but its process \d+ still runs: end it first"
+    whole = Expected(plain_case(2))
+    if process == 2:
+        dist.barrier()
+        with pytest.raises(nccl_ep.UsageError, match=told):
+            shared_buffer(group, [whole], elastic=True, join=True, timeout=PATIENCE)
+        dist.barrier()
+        return
+    with shared_buffer(group, [whole], elastic=True, timeout=PATIENCE) as buffer:
+        dist.barrier()
+        if process == 0:
+            with pytest.raises(nccl_ep.UsageError, match=told):
+                buffer.replace(1, timeout=10.0)  # half of it waits for the end of the process
+        dist.barrier()
+        assert buffer.masked == []
+        run_parted(whole, whole, buffer)
+
+
+def test_a_rank_whose_process_lives_is_not_replaced(tmp_path: Path) -> None:
+    run_processes(3, _take_the_place_of_one_that_lives, tmp_path, str(tmp_path / "world"))
 
 
 # ---- Threads, whose ranks go as they are told

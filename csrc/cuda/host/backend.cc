@@ -107,9 +107,9 @@ class CudaBackend : public Backend {
     EP_CUDA(cudaStreamSynchronize(memory_->stream));
   }
 
-  void replace(Bootstrap& bootstrap, int rank) override {
+  void replace(Bootstrap& bootstrap, int rank, double seconds) override {
     DeviceGuard guard(memory_->device);
-    replace_rank(bootstrap, *memory_, window_, rank);
+    replace_rank(bootstrap, *memory_, window_, rank, seconds);
   }
   void set_mask(int rank, bool is_masked) override {
     std::lock_guard lock(mutex_);

@@ -31,7 +31,7 @@ CUmemAllocationProp properties_of(int device) {
 }  // namespace
 
 ElasticWindow::ElasticWindow(Bootstrap& bootstrap, int device, int num_ranks, uint64_t bytes, double seconds)
-    : device_(device), seconds_(seconds), piece_bytes_(num_ranks) {
+    : device_(device), piece_bytes_(num_ranks) {
   peers_.rank = bootstrap.own_rank();
   try {
     std::unique_ptr<DescriptorMail> mail;
@@ -51,7 +51,7 @@ ElasticWindow::ElasticWindow(Bootstrap& bootstrap, int device, int num_ranks, ui
         ranks.push_back(bootstrap.rank_at(seat));
         others.push_back(addresses[seat]);
       }
-      exchange(*mail, ranks, others);
+      exchange(*mail, ranks, others, seconds);
       for (int rank = 0; rank < num_ranks; rank++) {
         if (piece_bytes_[rank] == 0) map_nobody(rank);
       }
@@ -64,7 +64,7 @@ ElasticWindow::ElasticWindow(Bootstrap& bootstrap, int device, int num_ranks, ui
 
 ElasticWindow::~ElasticWindow() { release(); }
 
-void ElasticWindow::replace(Bootstrap& bootstrap, int rank) {
+void ElasticWindow::replace(Bootstrap& bootstrap, int rank, double seconds) {
   std::unique_ptr<DescriptorMail> mail;
   const auto addresses = gather_from_steps(
       bootstrap,
@@ -77,7 +77,7 @@ void ElasticWindow::replace(Bootstrap& bootstrap, int rank) {
     for (int seat = 0; seat < bootstrap.num_ranks(); seat++) {
       if (bootstrap.rank_at(seat) != rank) continue;
       try {
-        exchange(*mail, {rank}, {addresses[seat]});
+        exchange(*mail, {rank}, {addresses[seat]}, seconds);
       } catch (...) {
         // Kernels go on to store masks and heartbeats there.
         try {
@@ -157,12 +157,12 @@ void ElasticWindow::unmap(int rank) {
 }
 
 void ElasticWindow::exchange(DescriptorMail& mail, const std::vector<int>& ranks,
-                             const std::vector<DescriptorMail::Address>& others) {
+                             const std::vector<DescriptorMail::Address>& others, double seconds) {
   int fd = -1;
   check_driver(driver().mem_export(&fd, own_, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0),
                "cuMemExportToShareableHandle");
   const File own(fd);
-  const std::vector<File> files = mail.exchange(own.fd(), others, ranks, seconds_);
+  const std::vector<File> files = mail.exchange(own.fd(), others, ranks, seconds);
   for (size_t i = 0; i < ranks.size(); i++) {
     Handle memory = 0;
     void* const given = reinterpret_cast<void*>(static_cast<uintptr_t>(files[i].fd()));

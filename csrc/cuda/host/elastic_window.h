@@ -24,7 +24,7 @@ class ElasticWindow {
   ElasticWindow& operator=(const ElasticWindow&) = delete;
 
   // `rank` makes its window. Collective among those who meet. The device must be idle.
-  void replace(Bootstrap& bootstrap, int rank);
+  void replace(Bootstrap& bootstrap, int rank, double seconds);
 
   const LsaPeers& peers() const { return peers_; }
 
@@ -39,13 +39,12 @@ class ElasticWindow {
   // Memory that nobody reads.
   void map_nobody(int rank);
   void unmap(int rank);
-  // The windows of the ranks that the others in `ranks` have made; this one sends its own.
-  void exchange(DescriptorMail& mail, const std::vector<int>& ranks,
-                const std::vector<DescriptorMail::Address>& others);
+  // The windows of the ranks that the others in `ranks` have made, within `seconds`; this one sends its own.
+  void exchange(DescriptorMail& mail, const std::vector<int>& ranks, const std::vector<DescriptorMail::Address>& others,
+                double seconds);
   void release();
 
   int device_;
-  double seconds_;
   uint64_t granularity_ = 0;
   Handle own_ = 0;                     // of this rank's memory
   Handle nobody_ = 0;                  // one piece of memory, many times

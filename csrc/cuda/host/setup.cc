@@ -81,10 +81,6 @@ void make_window(Bootstrap& bootstrap, Memory& memory, const Topology& topology,
   }
 }
 
-}  // namespace
-
-namespace {
-
 // As clean_window(), but for the credits. If the new rank does not come to the end, this one goes on behind its last
 // operation, and the next one waits for the credits of that.
 void clean_window_but_credits(const Memory& memory, const LlWindow& window) {
@@ -101,14 +97,14 @@ void clean_window_but_credits(const Memory& memory, const LlWindow& window) {
 }  // namespace
 
 // The steps of set_up() for a rank that joins.
-void replace_rank(Bootstrap& bootstrap, Memory& memory, const Window& window, int rank) {
+void replace_rank(Bootstrap& bootstrap, Memory& memory, const Window& window, int rank, double seconds) {
   GpuIdentity identity{};
   on_all_ranks(bootstrap, [&] {
     identity = own_gpu_identity(memory.device);
     clean_window_but_credits(memory, window);
   });
   is_world_on_one_gpu(bootstrap, identity);
-  memory.elastic_window->replace(bootstrap, rank);
+  memory.elastic_window->replace(bootstrap, rank, seconds);
   on_all_ranks(bootstrap, [] {});
 }
 
@@ -123,7 +119,7 @@ std::unique_ptr<Memory> set_up(Bootstrap& bootstrap, const Topology& topology, c
     if (device < 0) EP_CUDA(cudaGetDevice(&device));
     guard.emplace(device);
     identity = own_gpu_identity(device);
-    load_kernels(config.masks_late_ranks);
+    load_kernels({config.has_ll(), config.has_ht(), config.masks_late_ranks});
     memory = make_memory(device, config.timeout_seconds, window.ht.message_words);
   });
   make_window(bootstrap, *memory, topology, window.bytes, identity, config);

@@ -15,6 +15,6 @@ std::unique_ptr<Memory> set_up(Bootstrap& bootstrap, const Topology& topology, c
 
 // A rank of an elastic buffer, whose set_up() runs in its new process, is replaced. The window is clean afterwards, and
 // the device must be idle. Collective among those who meet.
-void replace_rank(Bootstrap& bootstrap, Memory& memory, const Window& window, int rank);
+void replace_rank(Bootstrap& bootstrap, Memory& memory, const Window& window, int rank, double seconds);
 
 }  // namespace ep

@@ -5,18 +5,22 @@
 
 namespace ep {
 
-void load_kernels(bool masks_ranks) {
-  load_dispatch_kernels();
-  load_combine_kernels();
-  load_ht_route_kernels();
-  load_ht_dispatch_kernels();
-  load_ht_combine_kernels();
+void load_kernels(const KernelSets& sets) {
   load_layout_info_kernel();
   load_token_layout_kernel();
   load_expert_map_kernel();
-  if (!masks_ranks) return;
-  load_masking_dispatch_kernels();
-  load_masking_combine_kernels();
+  if (sets.ll && sets.masks_ranks) {
+    load_masking_dispatch_kernels();
+    load_masking_combine_kernels();
+  } else if (sets.ll) {
+    load_dispatch_kernels();
+    load_combine_kernels();
+  }
+  if (sets.ht) {
+    load_ht_route_kernels();
+    load_ht_dispatch_kernels();
+    load_ht_combine_kernels();
+  }
 }
 
 }  // namespace ep

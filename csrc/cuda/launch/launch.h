@@ -39,9 +39,13 @@ Launch<Params> launch_of(const Params& params, int tokens, const Arch& arch) {
 }
 Launch<HtDispatchParams> launch_of(const HtDispatchParams& params, int tokens, const Arch& arch);
 
-// Loads every kernel, so that none is loaded while another spins; those that mask late ranks, where they may. Throws
-// kSystem.
-void load_kernels(bool masks_ranks);
+// What a buffer runs.
+struct KernelSets {
+  bool ll, ht;
+  bool masks_ranks;  // low latency
+};
+// Loads these kernels, so that none is loaded while another spins. Throws kSystem.
+void load_kernels(const KernelSets& sets);
 
 // One rank a GPU. `stream` is a cudaStream_t.
 void launch(const KernelArgs<LlDispatchParams>& args, void* stream);
