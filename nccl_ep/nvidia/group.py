@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,7 @@ _LAYOUTS = {
     Algorithm.HIGH_THROUGHPUT: (Layout.FLAT, Layout.EXPERT_MAJOR),
 }
 _MOST = (1 << 32) - 1
+_groups: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
 
 
 @dataclass(kw_only=True)
@@ -73,6 +75,7 @@ class Group(Masks):
     def __init__(self, buffer: Buffer, sizes: Sizes, algorithm: Algorithm) -> None:
         super().__init__(buffer)
         self._sizes, self._algorithm = sizes, algorithm
+        _groups[id(self)] = self
 
     @classmethod
     def create(cls, comm: Any, config: GroupConfig, *, device: str | torch.device | None = None) -> Group:
@@ -113,21 +116,22 @@ class Group(Masks):
         Raises: ValueError for a layout that the group's algorithm has not got, and for an alignment that is no power of
         two; otherwise as ``Handle.update``.
         """
+        handle = Handle(self.mode_of(layout, config))
+        tensor_of(topk_idx, "topk_idx", self.buffer.device)
+        handle.update(topk_idx, layout_info=layout_info, stream=stream)
+        return handle
+
+    def mode_of(self, layout: Layout, config: HandleConfig | None = None) -> LowLatency | HighThroughput:
+        """The operations of a handle, without a routing. Raises as ``create_handle``."""
         buffer, known = self._valid(), _LAYOUTS[self._algorithm]
         if layout not in known:
             raise ValueError(
                 f"layout is {layout!r}, must be {' or '.join(each.name for each in known)} in {self._algorithm.name}"
             )
-        handle = Handle(
-            LowLatency(buffer, self._sizes, Layout(layout))
-            if self._algorithm is Algorithm.LOW_LATENCY
-            else HighThroughput(
-                buffer, self._sizes, Layout(layout), (config or HandleConfig()).dispatch_output_per_expert_alignment
-            )
-        )
-        tensor_of(topk_idx, "topk_idx", buffer.device)
-        handle.update(topk_idx, layout_info=layout_info, stream=stream)
-        return handle
+        if self._algorithm is Algorithm.LOW_LATENCY:
+            return LowLatency(buffer, self._sizes, Layout(layout))
+        alignment = (config or HandleConfig()).dispatch_output_per_expert_alignment
+        return HighThroughput(buffer, self._sizes, Layout(layout), alignment)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """A tensor in the group's window, as ``nccl_ep.Buffer.empty``: rows reach it, and leave it, without a copy.
@@ -149,6 +153,11 @@ class Group(Masks):
 
     def __repr__(self) -> str:
         return "<Group destroyed>" if self._is_destroyed else f"<Group {self._algorithm.name} of {self.buffer!r}>"
+
+
+def group_of(ptr: int) -> Group | None:
+    """That is alive, by its ``ptr``."""
+    return _groups.get(ptr)
 
 
 def _sizes_of(config: GroupConfig, is_ht: bool) -> Sizes:

@@ -21,12 +21,25 @@ from .structs import (
 )
 from .tensor import tensor_of
 
+_made: dict[int, LowLatency | HighThroughput] = {}  # without a Handle as yet
+
+
+def number_of(mode: LowLatency | HighThroughput) -> int:
+    """A number that ``Handle`` takes in its place."""
+    _made[id(mode)] = mode
+    return id(mode)
+
 
 class Handle:
     """Made by ``Group.create_handle``. ``stream`` of every call: a CUDA stream, its number, or None for number 0."""
 
-    def __init__(self, mode: LowLatency | HighThroughput) -> None:
-        self._mode: LowLatency | HighThroughput | None = mode
+    def __init__(self, ptr: int | LowLatency | HighThroughput) -> None:
+        """``ptr``: of ``init_handle``, once. UsageError for another number."""
+        if isinstance(ptr, int):
+            if ptr not in _made:
+                raise UsageError(f"{ptr:#x} is no handle")
+            ptr = _made.pop(ptr)
+        self._mode: LowLatency | HighThroughput | None = ptr
 
     def _valid(self) -> LowLatency | HighThroughput:
         if self._mode is None:

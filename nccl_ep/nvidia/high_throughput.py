@@ -120,7 +120,7 @@ class HighThroughput(Mode):
         tokens = given["tokens"]
         assert tokens is not None
         capacity = sizes.max_received or tokens.shape[0]
-        topk_idx = ids_as_wide(self._topk_idx, given["topk_idx"], sizes.num_experts)
+        topk_idx = ids_as_wide(self.topk_idx, given["topk_idx"], sizes.num_experts)
         *_, numbers = dispatch_numbers(
             sizes.num_experts, "ht", self.rows.name.lower(), sizes.max_tokens, capacity, self.alignment, None,
             self.alignment > 1, sizes.num_sms, topk_idx.shape[1], 0, ranks, buffer.ll_max_tokens,

@@ -55,7 +55,7 @@ class LowLatency(Mode):
         _check_recipe(recipe, scales, given["scales"], config)
         quant = _QUANTS[bool(config.round_scales)] if recipe is Recipe.DS_FP8E3M4 else None
         counter = self._counter(info, given)
-        topk_idx = ids_as_wide(self._topk_idx, given["topk_idx"], self.sizes.num_experts)
+        topk_idx = ids_as_wide(self.topk_idx, given["topk_idx"], self.sizes.num_experts)
         shape: dict[str, Any] = {
             "num_experts": self.sizes.num_experts, "layout": "rank_major" if by_rank else "expert_major",
             "max_tokens": self.sizes.max_tokens, "quant": quant, "num_sms": self.sizes.num_sms,

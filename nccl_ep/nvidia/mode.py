@@ -36,7 +36,14 @@ class Mode:
     def __init__(self, buffer: Buffer, sizes: Sizes, layout: Layout) -> None:
         self.buffer, self.sizes, self.layout = buffer, sizes, layout
         self.device, self.local_experts = buffer.device, sizes.num_experts // buffer.num_ranks
-        self._sent: Routing | None = None  # of the last dispatch
+        self._topk_idx: torch.Tensor | None = None  # of the next dispatch
+        self._sent: Routing | None = None  # of the last one
+
+    @property
+    def topk_idx(self) -> torch.Tensor:
+        if self._topk_idx is None:
+            raise UsageError("the handle has no routing: call update")
+        return self._topk_idx
 
     @property
     def sent(self) -> Routing:

@@ -18,7 +18,9 @@ FILES: dict[str, tuple[str, int]] = {
     "tests/nvidia/test_group.py": ("late_is_an_error or communicator or test_tensors", 16),
     "tests/nvidia/test_low_latency.py": ("", 26),
     "tests/nvidia/test_high_throughput.py": ("", 14),
-    "tests/nvidia/test_callers.py": ("", 4),
+    "tests/nvidia/test_tensorrt_llm_callers.py": ("", 4),
+    "tests/nvidia/test_sglang_callers.py": ("", 5),
+    "tests/nvidia/test_vllm_callers.py": ("", 9),
     "tests/nvidia/test_transformer_engine.py": ("takes_the_place", 5),
     # Domains of one GPU are apart without a network: tests/gpu/test_gin.py.
     "tests/deep_ep/test_hybrid.py": ("domain", 24),
@@ -45,5 +47,5 @@ def test_a_file_of_tests_of_ranks(name: str, tmp_path: Path) -> None:
 
 def test_ranks_in_processes_run_tests_of_ranks_in_threads(tmp_path: Path) -> None:
     """How the others run, on the CPU."""
-    arguments = [str(ROOT / "tests/nvidia/test_callers.py"), "-k", "bf16 or fp8_bytes"]
+    arguments = [str(ROOT / "tests/nvidia/test_tensorrt_llm_callers.py"), "-k", "bf16 or fp8_bytes"]
     check(run_processes(2, ranks.on_gpus, tmp_path, arguments, tmp_path, "cpu"), 2)

@@ -22,6 +22,7 @@ from nccl import ep
 from nccl.ep import Group, Tensor, Layout
 from nccl.ep.interop.torch import get_nccl_comm_from_group
 import nccl_ep.nvidia
+assert ep._ep_bindings is nccl_ep.nvidia.bindings
 assert Group is nccl_ep.nvidia.Group and set(ep.__all__) == set(nccl_ep.nvidia.__all__)
 for part in ("allocator", "enums", "group", "handle", "tensor"):
     module = importlib.import_module("nccl.ep." + part)
@@ -34,6 +35,7 @@ import nccl.core
 from nccl.core import Communicator, UniqueId, get_unique_id
 from nccl.core.typing import NcclDataType, NcclInvalid
 assert Communicator is nccl_ep.nvidia.communicator.Communicator and NcclDataType.BFLOAT16 == 9
+assert nccl.core.BFLOAT16 is NcclDataType.BFLOAT16 and int(nccl.core.HALF) == 6 and nccl.core.FLOAT8E4M3 == 10
 """
 
 

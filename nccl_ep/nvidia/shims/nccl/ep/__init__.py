@@ -2,3 +2,4 @@
 
 from nccl_ep.nvidia import *  # noqa: F403
 from nccl_ep.nvidia import __all__  # noqa: F401
+from nccl_ep.nvidia import bindings as _ep_bindings  # noqa: F401

@@ -1,7 +1,7 @@
-"""How frameworks call ``nccl.ep``: their calls, in their order, with their tensors.
+"""How TensorRT-LLM calls ``nccl.ep``: its calls, in their order, with its tensors.
 
-Read on 28 November 2026: TensorRT-LLM's NcclEP communication with its context (merged), and SGLang's open changes for
-``nccl_ep`` (high throughput with FP8 rows and an alignment of 128, low latency with FP8). Neither is installed here.
+Read on 28 November 2026: NcclEP's communication with its context (merged; at 42c39fe), and pull request 17715, which
+has high throughput. TensorRT-LLM is not installed here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from tests.nvidia.tokens import (
     assert_close,
     local_ids,
     made_group,
-    rows_of_expert,
     tokens_for,
     tokens_of,
     weighted_sum,
@@ -37,7 +36,7 @@ MOST_ROWS = RANKS * MOST
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_bytes", "nvfp4"])
-def test_tensorrt_llm(recipe: str) -> None:
+def test_low_latency(recipe: str) -> None:
     """Ranks that meet by a unique id, one handle for all steps, int32 ids, global ids by ``_lowpp``, window outputs."""
     unique_id = same_for_all(get_unique_id())
 
@@ -103,52 +102,36 @@ def test_tensorrt_llm(recipe: str) -> None:
     run_ranks(RANKS, body)
 
 
-def test_sglang_high_throughput() -> None:
-    """FP8 rows with scales, experts at multiples of 128, counters filled by each update, a static number of rows."""
-    alignment, room = 128, LOCAL * 128
+def test_high_throughput() -> None:
+    """Rows of a fixed number, int32 ids that arrive as int64 ones of the rank, no counters."""
 
     def body(group: Any) -> None:
         rank = group.rank()
-        owner = made_group(
-            group, algorithm=ep.Algorithm.HIGH_THROUGHPUT, max_recv_tokens_per_rank=room, num_qp_per_rank=0
-        )
-        counters, offsets = torch.zeros(LOCAL, dtype=torch.int32), torch.zeros(LOCAL, dtype=torch.int32)
-        total = torch.zeros(1, dtype=torch.int32)
-        info = ep.LayoutInfo(
-            expert_counters=Tensor(counters), expert_offsets=Tensor(offsets), recv_total_counter=Tensor(total)
-        )
-        mine = tokens_of(rank)
-        rows = torch.zeros(room, HIDDEN, dtype=torch.float8_e4m3fn)
-        scales, weights = torch.zeros(room, HIDDEN // 128), torch.zeros(room)
-        handle = owner.create_handle(
-            ep.Layout.EXPERT_MAJOR, Tensor(mine.ids), layout_info=info, stream=0,
-            config=ep.HandleConfig(dispatch_output_per_expert_alignment=alignment),
-        )  # fmt: skip
-        handle.update(Tensor(mine.ids), layout_info=info, stream=0)
-        quantised, factors = mine.x.to(torch.float8_e4m3fn), mine.weights.repeat(1, 2)[:, : HIDDEN // 128].contiguous()
-        handle.dispatch(
-            ep.DispatchInputs(tokens=Tensor(quantised), topk_weights=Tensor(mine.weights), scales=Tensor(factors)),
-            ep.DispatchOutputs(tokens=Tensor(rows), topk_weights=Tensor(weights), scales=Tensor(scales)),
-            layout_info=info, config=ep.DispatchConfig(round_scales=0, pass_direction=ep.PassDir.FWD), stream=0,
-        )  # fmt: skip
-        handle.complete(stream=0)
-        counts = [len(rows_of_expert(rank * LOCAL + local)) for local in range(LOCAL)]
-        assert counters.tolist() == [alignment if count else 0 for count in counts] and int(total) == int(
-            counters.sum()
-        )
-        for local, first in enumerate(offsets.tolist()):
-            for at, (source, token, k) in enumerate(rows_of_expert(rank * LOCAL + local), first):
-                theirs = tokens_of(source)
-                assert rows[at].view(torch.uint8).equal(theirs.x[token].to(torch.float8_e4m3fn).view(torch.uint8))
-                assert weights[at] == theirs.weights[token, k]
-                assert scales[at].equal(theirs.weights[token].repeat(2)[: HIDDEN // 128])
-        made = (rows.float() * weights[:, None]).bfloat16()
-        home = torch.empty_like(mine.x)
-        handle.combine(
-            ep.CombineInputs(tokens=Tensor(made)), ep.CombineOutputs(tokens=Tensor(home)),
-            config=ep.CombineConfig(pass_direction=ep.PassDir.FWD), stream=0,
-        )  # fmt: skip
-        torch.testing.assert_close(home.float(), weighted_sum(mine), rtol=0.1, atol=0.05)  # e4m3 has 3 bits
+        owner = made_group(group, algorithm=ep.Algorithm.HIGH_THROUGHPUT, max_recv_tokens_per_rank=MOST_ROWS)
+        rows, weights = torch.empty(MOST_ROWS, HIDDEN, dtype=torch.bfloat16), torch.empty(MOST_ROWS, TOPK)
+        ids = torch.empty(MOST_ROWS, TOPK, dtype=torch.int64)
+        outputs = ep.DispatchOutputs(tokens=Tensor(rows), topk_weights=Tensor(weights), topk_idx=Tensor(ids))
+        config = ep.DispatchConfig(round_scales=0, quantization_recipe=ep.DispatchQuantizationRecipe.NONE)
+        handle: Any = None
+        for seed in range(2):
+            mine = tokens_of(rank, seed)
+            routing = Tensor(mine.ids.int())
+            if handle is None:
+                handle = owner.create_handle(ep.Layout.FLAT, routing, stream=0)
+            else:
+                handle.update(routing, stream=0)
+            inputs = ep.DispatchInputs(tokens=Tensor(mine.x), topk_weights=Tensor(mine.weights))
+            handle.dispatch(inputs, outputs, layout_info=None, config=config, stream=0)
+            came = tokens_for(rank, seed)
+            for at in range(MOST_ROWS):
+                want = local_ids(rank, *came[at], seed) if at < len(came) else [-1] * TOPK
+                assert ids[at].tolist() == want
+                assert at >= len(came) or rows[at].equal(tokens_of(came[at][0], seed).x[came[at][1]])
+            made = (rows.float() * torch.where(ids >= 0, weights, 0).sum(1, keepdim=True)).bfloat16()
+            home = torch.empty_like(mine.x)
+            handle.combine(ep.CombineInputs(tokens=Tensor(made)), ep.CombineOutputs(tokens=Tensor(home)), stream=0)
+            assert_close(home, weighted_sum(mine))
+        handle.destroy()
         owner.destroy()
 
     run_ranks(RANKS, body)
