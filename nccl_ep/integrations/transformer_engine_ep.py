@@ -41,12 +41,11 @@ def ep_bootstrap(
     ep_group: Any,
     num_experts: int,
     max_tokens_per_rank: int,
-    recv_capacity_per_rank: int,
     hidden_dim: int,
+    num_topk: int = 0,
+    recv_capacity_per_rank: int | None = None,
     max_num_sms: int = 0,
     zero_copy: bool = False,
-    eager: bool = False,
-    max_num_topk: int = 0,
     drop_on_overflow: bool = False,
     max_token_dtype: torch.dtype = torch.bfloat16,
     *,
@@ -56,27 +55,37 @@ def ep_bootstrap(
 
     Args:
         ep_group: as ``nccl_ep.Buffer`` takes it; no communicator of NCCL is needed. device: as ``nccl_ep.Buffer``.
-        recv_capacity_per_rank: rows that a rank receives at most, padding included; not with ``eager``, whose results
-            have the rows that come.
+        num_topk: choices of a token at most; 0: any number, in a somewhat larger window.
+        recv_capacity_per_rank: rows that a rank receives at most, padding included. None: eager, results have the rows
+            that come.
         zero_copy: ``symm_mem_alloc`` has room in the group's window.
         drop_on_overflow: rows past the capacity are dropped. Otherwise a dispatch raises ``nccl_ep.OverflowError``; the
             host waits for the count, if the capacity is less than what could come.
 
-    Raises: UsageError for a second group before ``ep_finalize``; otherwise as ``nccl_ep.Buffer``.
+    Raises: UsageError for a second group before ``ep_finalize``; ValueError for ``zero_copy`` or ``drop_on_overflow``
+    without a capacity; otherwise as ``nccl_ep.Buffer``.
     """
     global _BOOTSTRAPPED, _group, _eager, _drops
     if _BOOTSTRAPPED:
         raise UsageError("ep_bootstrap was called already: call ep_finalize first")
+    for name, given in (("zero_copy", zero_copy), ("drop_on_overflow", drop_on_overflow)):
+        if given and recv_capacity_per_rank is None:
+            raise ValueError(f"{name} is {given!r} with recv_capacity_per_rank None, must have a capacity")
     policy = ep.OverflowPolicy.DROP if drop_on_overflow else ep.OverflowPolicy.TRAP
     config = ep.GroupConfig(
-        algorithm=ep.Algorithm.HIGH_THROUGHPUT, num_experts=num_experts, num_topk=max_num_topk,
+        algorithm=ep.Algorithm.HIGH_THROUGHPUT, num_experts=num_experts, num_topk=num_topk,
         max_dispatch_tokens_per_rank=max_tokens_per_rank, max_num_sms=max_num_sms, overflow_policy=policy,
-        max_recv_tokens_per_rank=0 if eager else recv_capacity_per_rank,
+        max_recv_tokens_per_rank=recv_capacity_per_rank or 0,
         max_token_bytes=hidden_dim * max_token_dtype.itemsize,
         zero_copy=ep.ZeroCopyMode.ON if zero_copy else ep.ZeroCopyMode.OFF,
     )  # fmt: skip
     _group = ep.Group.create(get_nccl_comm_from_group(ep_group), config, device=device)
-    _BOOTSTRAPPED, _eager, _drops = True, bool(eager), bool(drop_on_overflow)
+    _BOOTSTRAPPED, _eager, _drops = True, recv_capacity_per_rank is None, bool(drop_on_overflow)
+
+
+def is_ep_bootstrapped() -> bool:
+    """Whether there is a group."""
+    return _BOOTSTRAPPED
 
 
 def ep_finalize() -> None:
@@ -100,6 +109,10 @@ def symm_mem_alloc(
     return _buffer().empty(tuple(shape), dtype)
 
 
+def release_symm_mem_pool() -> None:
+    """Nothing: there is no pool, memory of the window is the group's."""
+
+
 def is_symm_backed(t: torch.Tensor) -> bool:
     """Whether a tensor lies in the group's window."""
     return _buffer().runtime.arena_offset(t.data_ptr(), t.nbytes) is not None
@@ -117,19 +130,21 @@ class EpBuffer:
         self,
         top_k: int,
         max_tokens_per_rank: int,
-        recv_capacity_per_rank: int,
         hidden_dim: int,
         num_local_experts: int,
+        recv_capacity_per_rank: int | None = None,
         alignment: int = 0,
         payload_dtype: torch.dtype = torch.bfloat16,
         device: Any = None,
     ) -> None:
+        self.device = _buffer().device
         if alignment & (alignment - 1):
             raise ValueError(f"alignment is {alignment}, must be 0 or a power of two")
+        if recv_capacity_per_rank is None and not _eager:
+            raise ValueError("recv_capacity_per_rank is None, must be a number: ep_bootstrap was given one")
         self.top_k, self.alignment, self.max_tokens_per_rank = top_k, alignment, max_tokens_per_rank
-        self.recv_capacity_per_rank, self.hidden_dim = recv_capacity_per_rank, hidden_dim
+        self.recv_capacity_per_rank, self.hidden_dim = recv_capacity_per_rank or 0, hidden_dim
         self.num_local_experts, self.payload_dtype, self.eager = num_local_experts, payload_dtype, _eager
-        self.device = _buffer().device
         self.tokens_per_expert = torch.zeros(num_local_experts, dtype=torch.int64, device=self.device)
         self.total_recv_tokens = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.sent: Handle | None = None

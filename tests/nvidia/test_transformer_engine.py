@@ -1,8 +1,8 @@
 """The provider of ``transformer_engine.pytorch.ep``, called as its callers do.
 
-Read on 28 November 2026: Transformer Engine's module of that name, as it has eager mode and ``drop_on_overflow``; of
-Megatron-core's ``fused_a2a`` what calls it: ``ensure_nccl_ep_bootstrapped``, ``nccl_ep_dispatch``, ``nccl_ep_combine``.
-Neither package is installed here: this is a contract test.
+Read on 28 November 2026: Transformer Engine 2.20.2's module of that name; of ``fused_a2a`` of Megatron-core 0.19.2, and
+of its newest source, what calls it: ``ensure_nccl_ep_bootstrapped``, ``nccl_ep_dispatch``, ``nccl_ep_combine``. Neither
+package is installed here: this is a contract test. tests/frameworks/test_megatron.py has Megatron's layer itself.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def provider(rank: int) -> Any:
     return module
 
 
-def bootstrap(te_ep: Any, group: Any, **options: Any) -> None:
+def bootstrap(te_ep: Any, group: Any, room: int | None = ROOM, **options: Any) -> None:
     te_ep.ep_bootstrap(
-        group, num_experts=EXPERTS, max_tokens_per_rank=MOST, hidden_dim=HIDDEN, max_num_sms=0,
-        **({"recv_capacity_per_rank": ROOM, "zero_copy": False, "device": DEVICE} | options),
+        group, num_experts=EXPERTS, max_tokens_per_rank=MOST, recv_capacity_per_rank=room, hidden_dim=HIDDEN,
+        max_num_sms=0, device=DEVICE, **options,
     )  # fmt: skip
 
 
-def buffer_of(te_ep: Any, alignment: int, room: int = ROOM) -> Any:
+def buffer_of(te_ep: Any, alignment: int, room: int | None = ROOM) -> Any:
     return te_ep.EpBuffer(
         top_k=TOPK, max_tokens_per_rank=MOST, recv_capacity_per_rank=room, hidden_dim=HIDDEN,
         num_local_experts=LOCAL, alignment=alignment,
@@ -53,12 +53,16 @@ def buffer_of(te_ep: Any, alignment: int, room: int = ROOM) -> Any:
 def test_a_layer_and_its_gradients(eager: bool, alignment: int) -> None:
     def body(group: Any) -> None:
         te_ep, mine, step = provider(group.rank()), tokens_of(group.rank()), max(1, alignment)
-        assert te_ep._BOOTSTRAPPED is False
-        bootstrap(te_ep, group, eager=eager, max_num_topk=TOPK)
-        assert te_ep._BOOTSTRAPPED is True
+        assert te_ep._BOOTSTRAPPED is te_ep.is_ep_bootstrapped() is False
+        room = None if eager else ROOM
+        bootstrap(te_ep, group, room, num_topk=TOPK, drop_on_overflow=False, zero_copy=False)
+        assert te_ep._BOOTSTRAPPED is te_ep.is_ep_bootstrapped() is True
         with pytest.raises(nccl_ep.UsageError, match="ep_bootstrap was called already"):
             bootstrap(te_ep, group)
-        buffer = buffer_of(te_ep, alignment)
+        if not eager:
+            with pytest.raises(ValueError, match="recv_capacity_per_rank is None, must be a number"):
+                buffer_of(te_ep, alignment, None)
+        buffer = buffer_of(te_ep, alignment, room)
         counts = [len(rows_of_expert(group.rank() * LOCAL + local)) for local in range(LOCAL)]
         padded = [-(-count // step) * step for count in counts]
         assert te_ep.ep_prepare(buffer, mine.ids).tolist() == padded
@@ -80,6 +84,7 @@ def test_a_layer_and_its_gradients(eager: bool, alignment: int) -> None:
         want = torch.where(mine.ids >= 0, (grad.float() * mine.x.float()).sum(1, keepdim=True), 0)
         torch.testing.assert_close(weights.grad, want, rtol=3e-2, atol=0.5)
         assert grad_out.any()
+        te_ep.release_symm_mem_pool()
         te_ep.ep_finalize()
         te_ep.ep_finalize()
         with pytest.raises(nccl_ep.UsageError, match="call ep_bootstrap first"):
@@ -91,7 +96,10 @@ def test_a_layer_and_its_gradients(eager: bool, alignment: int) -> None:
 def test_rows_past_the_capacity_and_memory_of_the_window() -> None:
     def body(group: Any) -> None:
         te_ep, mine = provider(group.rank()), tokens_of(group.rank())
-        bootstrap(te_ep, group, recv_capacity_per_rank=MOST, zero_copy=True)
+        for option in ("zero_copy", "drop_on_overflow"):
+            with pytest.raises(ValueError, match=f"{option} is True with recv_capacity_per_rank None"):
+                bootstrap(te_ep, group, None, **{option: True})
+        bootstrap(te_ep, group, MOST, zero_copy=True)
         inside = te_ep.symm_mem_alloc((4, HIDDEN), torch.bfloat16, group)
         assert te_ep.is_symm_backed(inside) and not te_ep.is_symm_backed(mine.x)
         buffer = buffer_of(te_ep, 0, room=MOST)
@@ -100,7 +108,7 @@ def test_rows_past_the_capacity_and_memory_of_the_window() -> None:
         with pytest.raises(nccl_ep.OverflowError, match="did not fit into capacity 6"):
             te_ep.ep_dispatch(buffer, mine.x, mine.ids, mine.weights)
         te_ep.ep_finalize()
-        bootstrap(te_ep, group, recv_capacity_per_rank=MOST, drop_on_overflow=True)
+        bootstrap(te_ep, group, MOST, drop_on_overflow=True)
         buffer = buffer_of(te_ep, 0, room=MOST)
         rows, _, per_expert = te_ep.ep_dispatch(buffer, mine.x, mine.ids, mine.weights)
         assert len(rows) == per_expert.sum() == MOST < buffer.total_recv_tokens.item()
