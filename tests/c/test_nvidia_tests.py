@@ -34,6 +34,7 @@ FILES: dict[str, tuple[int, set[str]]] = {
     "ht_bwd": (7, set()),
     "ht_overflow_drop": (6, {"EmLocalPermuteDeepFlatOverflowPhantomRowsZeroed"}),
     "ht_stale_routing_map": (1, set()),
+    "lifecycle": (10, set()),
     "ll_group_epoch": (1, set()),
     "quantization_recipe": (31, {"NvFp4CombineExpertMajorProducesWeightedBf16", "NvFp4CombineRankMajorProducesBf16"}),
     "zero_copy": (13, set()),
@@ -48,14 +49,16 @@ def own_headers(folder: Path) -> list[str]:
     return [f"-I{folder}", f"-I{folder}/nccl_ep", f"-I{CLONE}"]
 
 
-def build(name: str, prefix: Path, library_file: Path, folder: Path) -> Path:
-    program = folder / name
-    includes = [f"-I{prefix}/include", *own_headers(folder)]
-    system = [part for path in toolkit() for part in ("-isystem", path)]
-    sources = ["-x", "c++", CLONE / f"tests/test_{name}.cu", *OURS, "-x", "none"]
+def compile_on_cpu(sources: list[Path], program: Path, prefix: Path, library_file: Path, flags: list[str]) -> None:
+    includes = [f"-I{prefix}/include", *flags, *(part for path in toolkit() for part in ("-isystem", path))]
     libraries = [library_file, "-lgtest", "-lpthread", "-ldl", "-lrt", f"-Wl,-rpath,{library_file.parent}"]
-    run("c++", "-std=c++17", "-w", *includes, *system, *sources, *libraries, "-o", program)
-    return program
+    run("c++", "-std=c++17", "-w", *includes, "-x", "c++", *sources, "-x", "none", *libraries, "-o", program)
+
+
+def build(name: str, prefix: Path, library_file: Path, folder: Path) -> Path:
+    sources = [CLONE / f"tests/test_{name}.cu", *OURS]
+    compile_on_cpu(sources, folder / name, prefix, library_file, own_headers(folder))
+    return folder / name
 
 
 def run_file(program: Path, count: int, otherwise: set[str]) -> None:

@@ -87,3 +87,5 @@ ncclResult_t ncclEpHandle_test_getNumRecvTokens(ncclEpHandle_t handle, unsigned 
 }
 int ncclEpHandle_test_getNumTopk(ncclEpHandle_t handle) { return info_of(handle).topk; }
 int ncclEpHandle_test_getMaxTokensPerRank(ncclEpHandle_t handle) { return info_of(handle).max_tokens; }
+ncclResult_t ncclEpGroup_test_setMaxDynamicSmem(ncclEpGroup_t, int) { return ncclSuccess; }
+int ncclEpGroup_test_getLastLlCombineWarpsPerGroup(ncclEpGroup_t) { return 0; }  // there are no such groups of warps

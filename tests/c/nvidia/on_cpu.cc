@@ -1,25 +1,22 @@
-// A CUDA runtime and an NCCL of CPU ranks, as far as the unit tests of nccl-extensions use them: device memory is the
-// host's, streams are done at once, a communicator is ncclEpxCommFromCallback's over memory that the processes share.
-// tests/c/test_nvidia_tests.py links it into each test.
+// A CUDA runtime and an NCCL of CPU ranks, as far as the unit tests and programs of nccl-extensions use them: device
+// memory is the host's, streams are done at once, a communicator is ncclEpxCommFromCallback's over memory that the
+// processes share. tests/c/test_nvidia_tests.py and test_nvidia_programs_on_cpu.py link it into each.
+#include <cuda_profiler_api.h>
 #include <cuda_runtime.h>
 #include <dlfcn.h>
-#include <fcntl.h>
 #include <nccl.h>
+#include <nccl_device.h>
 #include <nccl_epx.h>
-#include <sys/mman.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
-#include <chrono>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <initializer_list>
 #include <map>
 #include <random>
 #include <string>
-#include <thread>
+
+#include "meeting.h"
 
 template <class Function>
 Function next_of(Function, const char* name) {
@@ -73,6 +70,40 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   return cudaSuccess;
 }
 cudaError_t cudaGetLastError() { return cudaSuccess; }
+cudaError_t cudaDeviceReset() { return cudaSuccess; }
+cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
+  *free = *total = size_t{1} << 40;
+  return cudaSuccess;
+}
+cudaError_t cudaProfilerStart() { return cudaSuccess; }
+cudaError_t cudaProfilerStop() { return cudaSuccess; }
+
+// An event is a time of the host's clock.
+cudaError_t cudaEventCreate(cudaEvent_t* event) {
+  *event = reinterpret_cast<cudaEvent_t>(new std::chrono::steady_clock::time_point);
+  return cudaSuccess;
+}
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t) {
+  *reinterpret_cast<std::chrono::steady_clock::time_point*>(event) = std::chrono::steady_clock::now();
+  return cudaSuccess;
+}
+cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t from, cudaEvent_t to) {
+  const auto at = [](cudaEvent_t event) { return *reinterpret_cast<std::chrono::steady_clock::time_point*>(event); };
+  *ms = std::chrono::duration<float, std::milli>(at(to) - at(from)).count();
+  return cudaSuccess;
+}
+cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  delete reinterpret_cast<std::chrono::steady_clock::time_point*>(event);
+  return cudaSuccess;
+}
+
+// There are no graphs.
+cudaError_t cudaStreamBeginCapture(cudaStream_t, cudaStreamCaptureMode) { return cudaErrorNotSupported; }
+cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t*) { return cudaErrorNotSupported; }
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t*, cudaGraph_t, unsigned long long) { return cudaErrorNotSupported; }
+cudaError_t cudaGraphLaunch(cudaGraphExec_t, cudaStream_t) { return cudaErrorNotSupported; }
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t) { return cudaErrorNotSupported; }
+cudaError_t cudaGraphDestroy(cudaGraph_t) { return cudaErrorNotSupported; }
 const char* cudaGetErrorString(cudaError_t) { return "an error"; }
 const char* cudaGetErrorName(cudaError_t) { return "error"; }
 
@@ -80,45 +111,11 @@ const char* cudaGetErrorName(cudaError_t) { return "error"; }
 
 namespace {
 
-constexpr int kMostRanks = 16, kChunk = 4096;
-
-struct Meeting {
-  std::atomic<int> present;
-  std::atomic<unsigned> round;
-  char mine[kMostRanks][kChunk];
-};
-struct Member {
-  Meeting* meeting;
-  int rank, num_ranks;
-
-  bool meet(std::chrono::steady_clock::time_point end) {
-    const unsigned round = meeting->round;
-    if (meeting->present.fetch_add(1) + 1 == num_ranks) {
-      meeting->present = 0;
-      meeting->round++;
-      return true;
-    }
-    while (meeting->round == round) {
-      if (std::chrono::steady_clock::now() > end) return false;
-      std::this_thread::sleep_for(std::chrono::microseconds(50));
-    }
-    return true;
-  }
-};
+int world_size = 0;
 
 int32_t gather(void* context, const void* mine, void* all, size_t bytes, uint64_t timeout_ns) {
-  auto* member = static_cast<Member*>(context);
   const auto end = std::chrono::steady_clock::now() + std::chrono::nanoseconds(timeout_ns);
-  for (size_t at = 0; at < bytes; at += kChunk) {
-    const size_t size = bytes - at < kChunk ? bytes - at : kChunk;
-    std::memcpy(member->meeting->mine[member->rank], static_cast<const char*>(mine) + at, size);
-    if (!member->meet(end)) return NCCL_EPX_TIMEOUT;
-    for (int r = 0; r < member->num_ranks; r++) {
-      std::memcpy(static_cast<char*>(all) + r * bytes + at, member->meeting->mine[r], size);
-    }
-    if (!member->meet(end)) return NCCL_EPX_TIMEOUT;
-  }
-  return 0;
+  return static_cast<Member*>(context)->gather(mine, all, bytes, end) ? 0 : NCCL_EPX_TIMEOUT;
 }
 
 }  // namespace
@@ -129,18 +126,15 @@ ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
 }
 
 ncclResult_t ncclCommInitRank(ncclComm_t* comm, int num_ranks, ncclUniqueId id, int rank) {
-  const int file = shm_open(id.internal, O_CREAT | O_RDWR, 0600);
-  if (num_ranks > kMostRanks || file < 0 || ftruncate(file, sizeof(Meeting)) != 0) return ncclSystemError;
-  void* memory = mmap(nullptr, sizeof(Meeting), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-  close(file);
-  if (memory == MAP_FAILED) return ncclSystemError;
-  auto* member = new Member{static_cast<Meeting*>(memory), rank, num_ranks};  // lives as long as the process
-  if (!member->meet(std::chrono::steady_clock::now() + std::chrono::seconds(60))) return ncclSystemError;
-  shm_unlink(id.internal);
+  Member* member = Member::join(id.internal, rank, num_ranks);
+  if (member == nullptr) return ncclSystemError;
+  world_size = num_ranks;
   return ncclEpxCommFromCallback(comm, rank, num_ranks, NCCL_EPX_DEVICE_CPU, &gather, member);
 }
 ncclResult_t ncclCommDestroy(ncclComm_t comm) { return ncclEpxCommDestroy(comm); }
 const char* ncclGetErrorString(ncclResult_t) { return ncclEpxGetLastError(); }
+
+ncclTeam_t ncclTeamLsa(ncclComm_t) { return {world_size, 0, 1}; }
 
 ncclResult_t ncclMemAlloc(void** memory, size_t bytes) {
   return cudaMalloc(memory, bytes) == cudaSuccess ? ncclSuccess : ncclSystemError;
