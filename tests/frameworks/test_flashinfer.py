@@ -70,6 +70,7 @@ def run_fleet(rank: int, algorithm: str, layout: str) -> None:
         BootstrapConfig,
         EpAlgorithm,
         EpLayout,
+        FleetAlgoKnobAllocator,
         FleetParams,
         HandleAlgoKnobNumReceivedTokens,
         HandleAlgoKnobSplitOperation,
@@ -83,7 +84,8 @@ def run_fleet(rank: int, algorithm: str, layout: str) -> None:
         num_experts=EXPERTS, max_tokens_per_rank=MOST, token_hidden_size=HIDDEN, algorithm=EpAlgorithm[algorithm],
         layout=EpLayout[layout],
     )  # fmt: skip
-    fleet = create_fleet(BootstrapConfig(world_size=RANKS, rank=rank), params, backend="nccl_ep")
+    memory = FleetAlgoKnobAllocator(torch_caching=True)  # as vLLM asks for it; it changes nothing
+    fleet = create_fleet(BootstrapConfig(world_size=RANKS, rank=rank), params, [memory], backend="nccl_ep")
     for step in range(3):
         x, ids, weights = tokens_of(rank, step)
         knobs: list[Any] = [HandleAlgoKnobTopKWeights(weights=weights)]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import importlib.util
 import os
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +68,26 @@ def trained(layer: Any, rank: int) -> list[torch.Tensor]:
     return made + [each.grad for _, each in sorted(layer.named_parameters())]
 
 
+def install_provider(fused_a2a: Any, token_dispatcher: Any) -> None:
+    """The provider of transformer_engine.pytorch.ep, after Megatron was imported without Transformer Engine: the module
+    that imports the provider is loaded once more."""
+    from nccl_ep.integrations import transformer_engine_ep
+
+    for name in ("transformer_engine", "transformer_engine.pytorch"):
+        sys.modules[name] = types.ModuleType(name)
+    transformer_engine_ep.install()
+    importlib.reload(fused_a2a)
+    for name in ("transformer_engine", "transformer_engine.pytorch"):
+        del sys.modules[name]
+    assert fused_a2a.HAVE_TE_EP
+    for name in vars(fused_a2a).keys() & vars(token_dispatcher).keys():
+        if "ep_" in name:
+            setattr(token_dispatcher, name, getattr(fused_a2a, name))
+    fused_a2a.te_ep.ep_bootstrap = functools.partial(  # the layer is in float32; Megatron has no argument for it
+        fused_a2a.te_ep.ep_bootstrap, max_token_dtype=torch.float32
+    )
+
+
 def compare(rank: int, ranks: int) -> None:
     os.environ["NCCL_EP_HINT_TOKENS"] = "64"
     import nccl_ep
@@ -84,8 +108,16 @@ def compare(rank: int, ranks: int) -> None:
     for each in stock.router.parameters():  # data parallel: alike on all ranks
         dist.broadcast(each.data, 0)
     expected = trained(stock, rank)
-    for backend, manager in (("deepep", "_DeepepManager"), ("hybridep", "_HybridEPManager")):
-        layer = made_layer({"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": backend}, ranks)
+    managers = {"ncclep": "_NCCLEPManager", "deepep": "_DeepepManager", "hybridep": "_HybridEPManager"}
+    if not hasattr(token_dispatcher, "_NCCLEPManager"):  # before 0.19
+        del managers["ncclep"]
+    elif importlib.util.find_spec("transformer_engine") is None:
+        install_provider(fused_a2a, token_dispatcher)
+    for backend, manager in managers.items():
+        options = {"moe_expert_rank_capacity_factor": 8.0} if backend == "ncclep" else {}
+        layer = made_layer(
+            {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": backend, **options}, ranks
+        )
         assert type(layer.token_dispatcher) is token_dispatcher.MoEFlexTokenDispatcher
         assert type(layer.token_dispatcher._comm_manager).__name__ == manager
         layer.load_state_dict(stock.state_dict())
