@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 MAX_SEED = 2**32 - 1
+MOST = 2**31 - 1  # of any whole number that has no other limit
 
 
 class Parser(argparse.ArgumentParser):
@@ -29,6 +31,8 @@ def whole(least: int, most: int | None = None) -> Callable[[str], int]:
             value = least - 1
         if value < least or (most is not None and value > most):
             raise argparse.ArgumentTypeError(f"is {text}, must be a whole number of {_range(least, most)}")
+        if most is None and value > MOST:
+            raise argparse.ArgumentTypeError(f"is {text}, must be at most {MOST}")
         return value
 
     return parse
@@ -81,6 +85,8 @@ def pair(least: int) -> Callable[[str], tuple[int, int]]:
         low, high = (int(found[1]), int(found[2] or found[1])) if found else (0, -1)
         if not least <= low <= high:
             raise argparse.ArgumentTypeError(f"is {text}, must be A-B with {least} <= A <= B")
+        if high > MOST:
+            raise argparse.ArgumentTypeError(f"is {text}, must be at most {MOST}")
         return low, high
 
     return parse
@@ -96,8 +102,18 @@ def file_to_write(text: str) -> str:
 
 
 def folder_to_write(text: str) -> str:
-    """It is a folder, or can be made one."""
+    """It is a folder that can be written to, or can be made one."""
     there = next(path for path in (Path(text), *Path(text).absolute().parents) if path.exists() or path.is_symlink())
     if not text or not there.is_dir():
         raise argparse.ArgumentTypeError(f"is {text!r}: {there} is no folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise argparse.ArgumentTypeError(f"is {text!r}: {there} cannot be written to")
     return text
+
+
+def require_outside(report: str | None, name: str, folder: str | None) -> None:
+    """ValueError where --report would write into the checkpoint of the argument ``name``."""
+    if report and folder:
+        place = Path(folder).resolve()
+        if place in (Path(report).resolve(), *Path(report).resolve().parents):
+            raise ValueError(f"--report is {report}, in the checkpoint of {name}, {folder}: must be outside of it")

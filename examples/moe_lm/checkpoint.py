@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import secrets
 import shutil
 import zlib
@@ -32,6 +33,8 @@ from .sizes import Sizes
 
 FORMAT = "examples.moe_lm checkpoint, version 1"
 INDEX = "checkpoint.json"
+_DATA = re.compile(r"data-\d+-[0-9a-f]{8}")  # folders that save() has made, and files that it has begun
+_BEGUN = re.compile(re.escape(INDEX) + r"\.[0-9a-f]{8}\.new")
 T = TypeVar("T")
 
 
@@ -170,11 +173,11 @@ def _remove_other_data(folder: str) -> None:
         kept = read_index(folder).data
     except CheckpointError:  # a first save() failed
         kept = ""
-    for path in Path(folder).glob("data-*-????????"):
-        if path.name != kept:
+    for path in Path(folder).glob("*"):
+        if _DATA.fullmatch(path.name) and path.name != kept:
             shutil.rmtree(path, ignore_errors=True)
-    for path in Path(folder).glob(f"{INDEX}.*.new"):
-        path.unlink(missing_ok=True)
+        elif _BEGUN.fullmatch(path.name):
+            path.unlink(missing_ok=True)
 
 
 # ---- Load
@@ -230,19 +233,30 @@ def read_index(folder: str) -> Index:
         found = json.loads(path.read_bytes())
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged, it is no JSON: {error}") from error
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise CheckpointError(f'{path} does not say "format": "{FORMAT}", so it is not of this program')
     try:
         tensors = {name: Place(**place) for name, place in found["tensors"].items()}
-        index = Index(int(found["step"]), dict(found["sizes"]), str(found["data"]), tensors)
-        names = {index.data, *(place.file for place in tensors.values())}
-        if any(Path(name).name != name for name in names) or any(min(p.first, *p.shape) < 0 for p in tensors.values()):
-            raise ValueError("a name of a file is none, or a place is negative")
+        index = Index(found["step"], dict(found["sizes"]), found["data"], tensors)
+        _require_whole("step", index.step)
+        if not _DATA.fullmatch(index.data):
+            raise ValueError(f"data is {index.data!r}, no folder of save()")
+        for name, place in tensors.items():
+            _require_whole(name, place.first, place.crc32, *place.shape)
+            if not re.fullmatch(r"\d+\.bin", place.file):
+                raise ValueError(f"{name} is in {place.file!r}, no file of save()")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
     return index
+
+
+def _require_whole(name: str, *numbers: int) -> None:
+    """Whole numbers of 64 bits, not negative: JSON has others, too."""
+    for each in numbers:
+        if type(each) is not int or not 0 <= each < 1 << 63:
+            raise ValueError(f"{name} has {each!r}, must be a whole number of 0 or more")
 
 
 def _check_files(folder: str, index: Index) -> None:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 import nccl_ep
 
 from . import ranks, serve
-from .arguments import above_0, whole
+from .arguments import Parser, above_0, whole
 from .engine import Engine, fixed_shape_exchange
 from .load import Request, make_load
 from .ranks import Ranks
@@ -312,12 +312,19 @@ def serve_with(options: argparse.Namespace, kills: int) -> Supervisor:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(add_help=False)
+    parser = Parser(prog="python -m examples.moe_lm.elastic", add_help=False)
     parser.add_argument("--kills", type=whole(0), default=1)
     parser.add_argument("--deadline", type=above_0, default=5.0)
     found, rest = parser.parse_known_args(argv)
     options = serve.parse([*rest, "--no-graphs"])
     options.kills, options.deadline = found.kills, found.deadline
+    if "RANK" in os.environ:
+        parser.error("RANK is set: this program starts its ranks by itself, without torchrun")
+    count = ranks.num_ranks(options)
+    if options.kills and count < 2:
+        parser.error(f"--kills is {options.kills}, must be 0 for {count} rank: another one must live")
+    if options.exchange != ["nccl_ep"]:
+        parser.error(f"--exchange is {','.join(options.exchange)}, must be nccl_ep")
     return options
 
 

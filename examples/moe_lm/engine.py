@@ -43,7 +43,8 @@ class Room:
 
     def why_not(self, prompt: Tensor, length: int, vocabulary: int) -> str | None:
         """What keeps a request of ``length`` tokens to generate from a slot, or None."""
-        if not isinstance(prompt, Tensor) or prompt.dim() != 1 or prompt.dtype not in INTEGERS:
+        is_tensor = isinstance(prompt, Tensor) and prompt.layout == torch.strided and not prompt.is_meta
+        if not is_tensor or prompt.dim() != 1 or prompt.dtype not in INTEGERS:
             return "its prompt is no tensor of whole numbers with one dimension"
         if not 1 <= len(prompt) <= self.max_prompt:
             return f"its prompt has {len(prompt)} tokens, must have 1 to {self.max_prompt}"
@@ -51,7 +52,8 @@ class Room:
             return f"it wants {length} tokens, must be a whole number of 1 or more"
         if len(prompt) + length > self.max_length:
             return f"its prompt of {len(prompt)} and {length} tokens more do not fit, a slot has {self.max_length}"
-        outside = prompt[(prompt < 0) | (prompt >= vocabulary)].tolist()
+        tokens = prompt.long()  # eight bits have no number of the vocabulary's size
+        outside = tokens[(tokens < 0) | (tokens >= vocabulary)].tolist()
         return f"its prompt has the token {outside[0]}, must be 0 to {vocabulary - 1}" if outside else None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from pathlib import Path
 
 
@@ -17,7 +18,7 @@ def sync_folder(folder: Path) -> None:
 
 def write_whole(path: Path, text: str) -> None:
     """Writes beside ``path`` and renames: others see the file of before or the new one. OSError names ``path``."""
-    beside = path.with_name(f"{path.name}.{os.getpid()}.new")
+    beside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")
     try:
         with open(beside, "x") as file:
             file.write(text)

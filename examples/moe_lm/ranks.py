@@ -89,13 +89,23 @@ def num_ranks(options: argparse.Namespace) -> int:
     if dist.is_initialized():
         return dist.get_world_size()
     if "RANK" in os.environ:
-        return int(os.environ["WORLD_SIZE"])
+        return _from_launcher("WORLD_SIZE")
     return options.ranks or (torch.cuda.device_count() if device_type(options) == "cuda" else 2)
+
+
+def _from_launcher(name: str) -> int:
+    """ValueError where a variable that comes with RANK is missing, or no number."""
+    text = os.environ.get(name, "")
+    if not text.isdecimal():
+        raise ValueError(f"RANK is set and {name} is {text!r}: torchrun sets both, without it neither must be there")
+    return int(text)
 
 
 def check(options: argparse.Namespace) -> None:
     """ValueError if there is no such device, or another number of ranks than was asked for."""
     count = num_ranks(options)
+    if "RANK" in os.environ and not _from_launcher("RANK") < count:
+        raise ValueError(f"RANK is {os.environ['RANK']}, must be less than WORLD_SIZE, {count}")
     if options.ranks not in (None, count) and "RANK" in os.environ:
         raise ValueError(f"--ranks is {options.ranks}, torchrun has started {count}")
     if device_type(options) == "cuda":
@@ -116,7 +126,7 @@ def run(body: Callable[[Ranks, argparse.Namespace], None], options: argparse.Nam
     SystemExit with 1 if a rank fails.
     """
     if "RANK" in os.environ:
-        _rank(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), None, body, options)
+        _rank(_from_launcher("RANK"), _from_launcher("WORLD_SIZE"), None, body, options)
         return
     count = num_ranks(options)
     # Ranks are forks of a server that has loaded what they need, and has touched no GPU.

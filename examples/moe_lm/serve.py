@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from . import checkpoint, ranks, sizes
-from .arguments import MAX_SEED, Parser, file_to_write, names_of, number, numbers, pair, whole
+from .arguments import MAX_SEED, Parser, file_to_write, names_of, number, numbers, pair, require_outside, whole
 from .check import compare_with_one_rank, count_changed, count_repeats
 from .data import Corpus
 from .files import write_whole
@@ -110,6 +110,7 @@ def check(options: argparse.Namespace, least: int, num_ranks: int) -> None:
         raise ValueError(f"--check is {options.check}, but nccl_ep is not in --exchange")
     if options.load:
         checkpoint.check(options.load, model)
+    require_outside(options.report, "--load", options.load)
 
 
 def measure(server: Server, rate: float, exchange: str, overlap: bool) -> dict[str, Any]:

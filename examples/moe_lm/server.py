@@ -6,6 +6,7 @@ import argparse
 import gc
 import math
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -96,9 +97,10 @@ class Server:
         self.buffers = []
 
     def _admit(self, requests: list[Request]) -> list[Request]:
-        """This rank's in the order of their arrival, without those that it refuses."""
+        """This rank's in the order of their arrival, without those that it refuses. One that is there twice is served
+        once."""
         admitted = []
-        for each in (request for request in requests if _is_mine(self.world, request)):
+        for each in {id(request): request for request in requests if _is_mine(self.world, request)}.values():
             each.refused = self._why_not(each)
             if each.refused is None:
                 admitted.append(each)
@@ -107,11 +109,13 @@ class Server:
         return sorted(admitted, key=lambda each: each.arrival)
 
     def _why_not(self, request: Request) -> str | None:
-        if request.home not in range(self.world.size):
+        if type(request.number) is not int:
+            return "its number is none"
+        if not _has_home(self.world, request):
             return f"its home is {request.home}, must be 0 to {self.world.size - 1}"
         if not isinstance(request.arrival, int | float) or not 0 <= request.arrival < math.inf:
             return f"its arrival is {request.arrival}, must be a number of 0 or more"
-        if request.tokens:
+        if request.tokens != []:
             return "it was served before"
         return self.room.why_not(request.prompt, request.length, self.sizes.vocabulary)
 
@@ -193,14 +197,22 @@ def _any_rank(world: Ranks, *flags: bool) -> tuple[bool, ...]:
     return tuple(bool(value) for value in values.tolist())
 
 
+def _has_home(world: Ranks, request: Request) -> bool:
+    return type(request.home) is int and 0 <= request.home < world.size
+
+
 def _is_mine(world: Ranks, request: Request) -> bool:
     """Rank 0 has those that have no home, too."""
-    return world.rank == (request.home if request.home in range(world.size) else 0)
+    return world.rank == (request.home if _has_home(world, request) else 0)
 
 
 def gather(world: Ranks, requests: list[Request]) -> list[Request]:
     """On rank 0 all requests as their homes have served them."""
-    mine = [each for each in requests if _is_mine(world, each)]
+    # Of a refused one the prompt may be anything, of which not all can be sent.
+    mine = [
+        replace(each, prompt=torch.zeros(0)) if each.refused else each for each in requests if _is_mine(world, each)
+    ]
     parts: list[Any] = [None] * world.size
     dist.all_gather_object(parts, mine)
-    return sorted((each for part in parts for each in part), key=lambda each: each.number)
+    every = [each for part in parts for each in part]
+    return sorted(every, key=lambda each: each.number if type(each.number) is int else -1)

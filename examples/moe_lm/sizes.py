@@ -9,7 +9,7 @@ import torch
 
 from .arguments import whole
 
-MAX_TOPK = 32  # of the library
+MAX_TOPK, MAX_ROW_BYTES, MAX_EXPERTS_OF_A_RANK = 32, 1 << 16, 65534  # of the library
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,8 @@ class Sizes:
         """Can they share the experts?"""
         if self.experts % num_ranks:
             raise ValueError(f"--experts is {self.experts}, must be a multiple of the {num_ranks} ranks with experts")
+        if self.experts > MAX_EXPERTS_OF_A_RANK * num_ranks:
+            raise ValueError(f"--experts is {self.experts}, must be at most {MAX_EXPERTS_OF_A_RANK} on a rank")
 
 
 def argument(name: str) -> str:
@@ -76,8 +78,9 @@ def sizes_of(options: argparse.Namespace, device_type: str, num_ranks: int) -> S
         name = "tiny" if device_type == "cpu" else "h4096" if num_ranks > 1 else "h4096-one-gpu"
     given = {field.name: getattr(options, field.name, None) for field in fields(Sizes)}
     found = replace(NAMED[name], **{field: value for field, value in given.items() if value is not None})
-    if found.hidden * dtype_of(options, device_type).itemsize % 16:
-        raise ValueError(f"--hidden is {found.hidden}, rows must be multiples of 16 bytes")
+    row_bytes = found.hidden * dtype_of(options, device_type).itemsize
+    if row_bytes % 16 or row_bytes > MAX_ROW_BYTES:
+        raise ValueError(f"--hidden is {found.hidden}, rows must be multiples of 16 bytes up to {MAX_ROW_BYTES}")
     return found
 
 

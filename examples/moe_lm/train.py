@@ -24,7 +24,16 @@ import nccl_ep
 
 from . import checkpoint, ranks, sizes
 from .a2sgd import Traffic, a2sgd_hook, average_parameters, counted_average_hook
-from .arguments import MAX_SEED, Parser, above_0, file_to_write, folder_to_write, names_of, whole
+from .arguments import (
+    MAX_SEED,
+    Parser,
+    above_0,
+    file_to_write,
+    folder_to_write,
+    names_of,
+    require_outside,
+    whole,
+)
 from .baseline import AllToAll
 from .data import Corpus
 from .exchange import NcclEp, make_buffer
@@ -93,6 +102,8 @@ def check(options: argparse.Namespace, num_ranks: int) -> None:
             torch._dynamo.lookup_backend(options.compile)
         except torch._dynamo.exc.InvalidBackend as error:
             raise ValueError(f"--compile is {options.compile}, which is no backend of torch") from error
+    require_outside(options.report, "--save", options.save)
+    require_outside(options.report, "--load", options.load)
     if options.load:
         checkpoint.check(options.load, model)
         if "," in options.exchange and options.save and Path(options.save).resolve() == Path(options.load).resolve():

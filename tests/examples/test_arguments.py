@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from examples.moe_lm import serve, train
+from examples.moe_lm import elastic, serve, train
 from tests import ROOT
 from tests.examples.test_checkpoint import data, save
 from tests.support.processes import run_python
@@ -43,6 +43,10 @@ OF_BOTH = [
     ("--exchange nccl_ep,", "--exchange is nccl_ep,:  is none of nccl_ep, "),
     ("--report {tmp}", "--report is '{tmp}', a folder; must be a file to write"),
     ("--report {tmp}/file/report.json", "--report is '{tmp}/file': {tmp}/file is no folder"),
+    ("--load {tmp}/saved --report {tmp}/saved/checkpoint.json {own}", "/checkpoint.json, in the checkpoint of --load"),
+    ("--ranks 2147483648", "--ranks is 2147483648, must be at most 2147483647"),
+    ("--hidden 16416", "--hidden is 16416, rows must be multiples of 16 bytes up to 65536"),
+    ("--experts 200000", "--experts is 200000, must be at most 65534 on a rank"),
     ("--load {tmp}/nosuch", "--load is {tmp}/nosuch: {tmp}/nosuch is no folder"),
     ("--load {tmp}/file", "--load is {tmp}/file: {tmp}/file is no folder"),
     ("--load {tmp}", "--load is {tmp}: {tmp} is no checkpoint of examples.moe_lm.train: it has no checkpoint.json"),
@@ -70,6 +74,8 @@ OF_TRAIN = [
     ("--compile nosuch", "--compile is nosuch, which is no backend of torch"),
     ("--compile inductor --no-compile", "--compile is inductor, and --no-compile is there, too"),
     ("--dense-grads zero", "argument --dense-grads: invalid choice: 'zero'"),
+    ("--save {tmp}/new --report {tmp}/new", "--report is {tmp}/new, in the checkpoint of --save, {tmp}/new: must be"),
+    ("--save {tmp}/new --report {tmp}/new/a/b", "--report is {tmp}/new/a/b, in the checkpoint of --save, {tmp}/new"),
     ("--save {tmp}/file", "--save is '{tmp}/file': {tmp}/file is no folder"),
     ("--save {tmp}/file/more", "--save is '{tmp}/file/more': {tmp}/file is no folder"),
     (
@@ -89,6 +95,7 @@ OF_SERVE = [
     ("--prompt some", "--prompt is some, must be A-B with 1 <= A <= B"),
     ("--prompt 1-2000000", "--prompt is 2000000, must be at most 419429, as there is no more text"),
     ("--output 0-4", "--output is 0-4, must be A-B with 1 <= A <= B"),
+    ("--output 4-2147483648", "--output is 4-2147483648, must be at most 2147483647"),
     ("--output 4-", "--output is 4-, must be A-B with 1 <= A <= B"),
     ("--slots 0", "--slots is 0, must be a whole number of 1 or more"),
     ("--slots -2", "--slots is -2, must be a whole number of 1 or more"),
@@ -143,6 +150,9 @@ def assert_refused(program: Any, arguments: str, text: str, folder: Path, capsys
 @pytest.mark.parametrize(
     ("name", "count", "text"),
     [
+        ("", "two", "RANK is set and WORLD_SIZE is 'two': torchrun sets both"),
+        ("", "", "RANK is set and WORLD_SIZE is '': torchrun sets both"),
+        ("", "0", "RANK is 0, must be less than WORLD_SIZE, 0"),
         ("--ranks 3", "2", "--ranks is 3, torchrun has started 2"),
         ("", "3", "--experts is 8, must be a multiple of the 3"),
     ],
@@ -175,6 +185,29 @@ def test_small_examples_say_what_is_wrong(
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(path), run_name="__main__")
     assert ended.value.code == 2 and f"{path.name}: error: {text}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ("--kills x", "--kills is x, must be a whole number of 0 or more"),
+        ("--deadline nan", "--deadline is nan, must be a number above 0"),
+        ("--ranks 1", "--kills is 1, must be 0 for 1 rank: another one must live"),
+        ("--exchange deep_ep", "--exchange is deep_ep, must be nccl_ep"),
+    ],
+)
+def test_elastic_says_what_is_wrong(arguments: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        elastic.parse(["--device", "cpu", *arguments.split()])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"python -m examples.moe_lm.elastic: {text}"
+
+
+def test_a_folder_that_cannot_be_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, how: how != os.W_OK | os.X_OK)
+    assert_refused(train, "--save {tmp}", "--save is '{tmp}': {tmp} cannot be written to", tmp_path, capsys)
 
 
 def test_what_is_right_is_taken(folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import pickle
 import resource
@@ -214,6 +215,38 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: edit(f, lambda i: i["tensors"]["model.embedding"].update(first=-4)),
         "{folder}/{index} is damaged: ValueError",
     ),
+    "a deep index": (lambda f: (f / INDEX).write_text("[" * 100_000), "{folder}/{index} is damaged, it is no JSON"),
+    **{
+        f"step {step}": (
+            lambda f, step=step: edit(f, lambda i: i.update(step=step)),
+            "{folder}/{index} is damaged: ValueError: step has ",
+        )
+        for step in (math.inf, math.nan, -5, 1.5, True, "7", 1 << 70, None)
+    },
+    **{
+        f"data {name}": (
+            lambda f, name=name: edit(f, lambda i: i.update(data=name)),
+            f"{{folder}}/{{index}} is damaged: ValueError: data is {name!r}, no folder of save()",
+        )
+        for name in ("", ".", "..", "a\0b", "x" * 5000)
+    },
+    **{
+        f"file {name}": (
+            lambda f, name=name: edit(f, lambda i: i["tensors"]["model.embedding"].update(file=name)),
+            f"{{folder}}/{{index}} is damaged: ValueError: model.embedding is in {name!r}, no file of save()",
+        )
+        for name in ("", "..", "a\0b", "x" * 5000)
+    },
+    **{
+        f"{name} {value}": (
+            lambda f, at=name, value=value: edit(f, lambda i: i["tensors"]["model.embedding"].update({at: value})),
+            "{folder}/{index} is damaged: ",
+        )
+        for name, value in (
+            ("shape", "ab"), ("shape", [[1]]), ("shape", [256.0, 16.0]), ("shape", [1 << 80]), ("shape", [math.inf]),
+            ("shape", None), ("first", 0.5), ("first", "0"), ("crc32", "x"), ("crc32", None),
+        )
+    },
     "data cut": (lambda f: os.truncate(data(f), data(f).stat().st_size - 1), "/0.bin has "),
     "data empty": (lambda f: os.truncate(data(f), 0), "/0.bin has 0 bytes, must have "),
     "data longer": (lambda f: data(f).write_bytes(data(f).read_bytes() + b"1"), "/0.bin has "),
@@ -257,6 +290,19 @@ def test_where_nothing_can_be_saved_nothing_is_lost(tmp_path: Path) -> None:
     (tmp_path / "kept" / "notes").write_text("mine")
     save(tmp_path / "kept", 1)
     assert (tmp_path / "kept" / "notes").read_text() == "mine" and loaded(tmp_path / "kept") == 1
+
+
+def test_what_the_user_has_beside_it_stays(tmp_path: Path) -> None:
+    """Folders of a like name, and what a process of this number had begun to write when it was killed."""
+    mine = tmp_path / "data-2026-training" / "notes"
+    mine.parent.mkdir()
+    mine.write_text("mine")
+    (tmp_path / f"{INDEX}.{os.getpid()}.new").write_text("half")
+    (tmp_path / f"{INDEX}.0123abcd.new").write_text("half")
+    for step in (1, 2):
+        save(tmp_path, step)
+    assert mine.read_text() == "mine" and loaded(tmp_path) == 2
+    assert not (tmp_path / f"{INDEX}.0123abcd.new").exists() and len(list(tmp_path.glob("data-*"))) == 2
 
 
 def test_nothing_is_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,9 +125,9 @@ REFUSED = (
     "its prompt has the token 256, must be 0 to 255",
     f"its prompt has the token {1 << 40}, must be 0 to 255",
     *(f"it wants {length} tokens, must be a whole number of 1 or more" for length in (0, -3, 2.5, True, None)),
-    *4 * ["its prompt is no tensor of whole numbers with one dimension"],
+    *6 * ["its prompt is no tensor of whole numbers with one dimension"],
     *(f"its arrival is {arrival}, must be a number of 0 or more" for arrival in (-1.0, math.inf, math.nan, "now")),
-    *(f"its home is {home}, must be 0 to 1" for home in (-1, 2, 1.5)),
+    *(f"its home is {home}, must be 0 to 1" for home in (-1, 2, 1.5, "all")),
     "it was served before",
 )
 
