@@ -18,6 +18,8 @@ from .errors import EpError, MismatchError, SystemError, TimeoutError
 from .log import logger
 
 _Backend = getattr(dist, "_Backend", ()) if dist.is_available() else ()
+# Where torchrun, Open MPI, and MPICH and its relatives say how many processes they have started.
+_SIZES_OF_LAUNCHERS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 Allgather: TypeAlias = Callable[[bytes, float], list[bytes]]  # as Rendezvous.allgather
 
 
@@ -467,7 +469,8 @@ def rendezvous_of(group: Any, comm: Any = None) -> Rendezvous:
         if not 0 <= rank < size:
             raise ValueError(f"the group's rank() is {rank} and its size() {size}, must be 0 <= rank() < size()")
         return group
-    if dist.is_available() and group == dist.GroupMember.NON_GROUP_MEMBER:
+    no_member = dist.GroupMember.NON_GROUP_MEMBER if dist.is_available() else None
+    if type(group) is type(no_member) and group == no_member:
         raise TypeError(
             "this process is no member of the group: torch.distributed.new_group gave it "
             "GroupMember.NON_GROUP_MEMBER; only the members of a group make a buffer"
@@ -487,12 +490,13 @@ def _require_alone() -> None:
                 dist.get_world_size(),
             )
         return
-    started = os.environ.get("WORLD_SIZE", "")
-    if started.isdecimal() and int(started) > 1:
-        raise ValueError(
-            f"group is None, and WORLD_SIZE is {started}: call torch.distributed.init_process_group() first and give "
-            "torch.distributed.group.WORLD (a world of each process alone is nccl_ep.bootstrap.SoloRendezvous())"
-        )
+    for name in _SIZES_OF_LAUNCHERS:
+        started = os.environ.get(name, "")
+        if started.isdecimal() and int(started) > 1:
+            raise ValueError(
+                f"group is None, and {name} is {started}: call torch.distributed.init_process_group() first and give "
+                "torch.distributed.group.WORLD (a world of each process alone is nccl_ep.bootstrap.SoloRendezvous())"
+            )
 
 
 def _rendezvous_of_process_group(group: dist.ProcessGroup) -> Rendezvous:

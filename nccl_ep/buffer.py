@@ -9,7 +9,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 import torch
 
@@ -21,8 +21,10 @@ from .checks import (
     require_bools,
     require_dtypes,
     require_int32,
+    require_one_of,
     require_seconds,
     require_shape,
+    require_timeout,
     require_within,
 )
 from .choices import LlNetwork, Mode, OnInvalidIds, OnOverflow
@@ -116,11 +118,10 @@ class Buffer:
         rendezvous = rendezvous_of(group, comm)
         require_bools(enable_shrink=enable_shrink, elastic=elastic, join=join)
         _require_elastic(rendezvous, elastic, join)
-        for option, given in (("on_overflow", on_overflow), ("on_invalid_ids", on_invalid_ids)):
-            if given not in ("count", "raise"):
-                raise ValueError(f'{option} is {given!r}, must be "count" or "raise"')
-        require_within(0, _MAX_UINT64, network_seed=network_seed or 0)
-        require_int32(domain_size=domain_size or 0)
+        require_one_of(("count", "raise"), on_overflow=on_overflow, on_invalid_ids=on_invalid_ids)
+        require_one_of(get_args(LlNetwork), ll_network=ll_network)
+        require_within(0, _MAX_UINT64, network_seed=0 if network_seed is None else network_seed)
+        require_int32(domain_size=0 if domain_size is None else domain_size)
         require_seconds(timeout=timeout)
         if not isinstance(name, str | None):
             raise TypeError(f"name is a {type(name).__name__}, must be a str")
@@ -196,10 +197,11 @@ class Buffer:
         Raises: as ``Buffer``.
         """
         made_with = options.pop("_made_with", None)
-        rendezvous = rendezvous_of(group)
+        comm = options.pop("comm", None)
+        rendezvous = rendezvous_of(group, comm)
         ranks = rendezvous.size()
         room = room_for_shapes(
-            ranks, options.get("domain_size") or ranks, max_tokens=max_tokens, hidden=hidden, topk=topk,
+            ranks, options.get("domain_size"), max_tokens=max_tokens, hidden=hidden, topk=topk,
             num_experts=num_experts, dtype=dtype, wire_dtype=wire_dtype, scale_bytes=scale_bytes, mode=mode,
             arena_bytes=arena_bytes, late_weights=late_weights,
             device_type=choose_device(options.get("device")).type,
@@ -207,7 +209,7 @@ class Buffer:
         if made_with:  # another API's, whose sizes do not say how many experts a call has
             room = room._replace(made_with=made_with, max_experts=0)
         buffer = cls(rendezvous, _room=room, **options)
-        buffer.group = process_group_of(group)
+        buffer.group = comm if group is None else process_group_of(group)
         return buffer
 
     def _make_window(
@@ -283,9 +285,7 @@ class Buffer:
         """
         self.require_usable()
         require_within(0, self.num_ranks - 1, rank=rank)
-        require_seconds(timeout=timeout)
-        if not timeout > 0:
-            raise ValueError(f"timeout is {timeout} s, must be positive")
+        require_timeout(timeout=timeout)
         if not self.elastic:
             raise UsageError(f"rank {rank} cannot be replaced: {self.name} was made without elastic=True")
         if rank == self.rank:
@@ -503,7 +503,7 @@ def choose_device(device: str | torch.device | None) -> torch.device:
         device = "cuda" if _C.has_cuda() and torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(device)
-    except (RuntimeError, TypeError):
+    except (RuntimeError, TypeError, ValueError):
         raise ValueError(f'device is {device!r}, must be "cuda", "cpu" or a torch.device') from None
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device is {device}, must be cpu or cuda")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import os
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ class Usable(Protocol):
 
 MAX_ROW_BYTES = 1 << 16  # csrc/runtime/checks.h; as many of scales
 MAX_TOPK = 32  # csrc/layout/common/shape.h
+_MAX_SECONDS = 1e9  # csrc/runtime/group.cc
 _INT32 = range(-(1 << 31), 1 << 31)
 INT64 = -(1 << 63), (1 << 63) - 1
 
@@ -82,6 +84,14 @@ def require_integers(**values: object) -> None:
     for name, value in values.items():
         if value is not None:
             _integer(name, value)
+
+
+def require_one_of(known: Sequence[str], **values: object) -> None:
+    """ValueError for what is none of these words."""
+    for name, value in values.items():
+        if not isinstance(value, str) or value not in known:
+            *first, last = (f'"{word}"' for word in known)
+            raise ValueError(f"{name} is {described(value)}, must be {', '.join(first)} or {last}")
 
 
 def require_int32(**values: object) -> None:
@@ -148,8 +158,18 @@ def require_shape(size: object) -> None:
 def require_seconds(**values: object) -> None:
     """TypeError for what is no number."""
     for name, value in values.items():
-        if not hasattr(value, "__float__") and not hasattr(value, "__index__"):
-            raise TypeError(f"{name} is {described(value)}, must be a number of seconds")
+        try:
+            math.isnan(value)  # type: ignore[arg-type]
+        except (TypeError, ValueError, RuntimeError, OverflowError):  # of arrays and tensors, of huge numbers
+            raise TypeError(f"{name} is {described(value)}, must be a number of seconds") from None
+
+
+def require_timeout(**values: Any) -> None:
+    """TypeError for what is no number of seconds; ValueError for one that is not positive, or too large."""
+    require_seconds(**values)
+    for name, value in values.items():
+        if not 0 < value <= _MAX_SECONDS:
+            raise ValueError(f"{name} is {float(value):g} s, must be positive and at most {_MAX_SECONDS:g}")
 
 
 def require_dtypes(**values: object) -> None:

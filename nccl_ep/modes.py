@@ -8,17 +8,21 @@ from __future__ import annotations
 from typing import get_args
 
 from . import _C
+from .checks import require_within
 from .choices import Exact, Mode
 
 MODES: tuple[Mode, ...] = get_args(Mode)
+_MOST = (1 << 31) - 1
 AUTO_LL_BYTES = _C.AUTO_LL_BYTES
 
 
 def choose_mode(max_tokens: int, row_bytes: int, topk: int, num_ranks: int, capacity: int | Exact | None) -> Mode:
     """ "ll" or "ht", from what is equal on all ranks of a call: never from the tokens that this rank happens to have.
 
-    ``row_bytes``: of a row of x. Exact sizes are HT's.
+    ``row_bytes``: of a row of x. Exact sizes are HT's. ValueError for numbers that no call has.
     """
+    require_within(0, _MOST, max_tokens=max_tokens, row_bytes=row_bytes)
+    require_within(1, _MOST, topk=topk, num_ranks=num_ranks)
     return "ht" if capacity == "exact" or _C.auto_is_ht(max_tokens, row_bytes, topk, num_ranks) else "ll"
 
 

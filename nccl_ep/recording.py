@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import json
 import os
 import platform
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -23,7 +24,8 @@ import torch
 from . import _C
 from ._version import __version__
 from .buffer import Buffer, living, when_destroyed
-from .errors import UsageError
+from .checks import described
+from .errors import SystemError, UsageError
 from .log import logger
 
 FORMAT = 1  # changes with the lines of a file
@@ -42,8 +44,13 @@ def record(path: str | os.PathLike[str]) -> Iterator[None]:
             there, over those of before. A process whose RANK in the environment is not its rank in the buffer's group
             writes ``process8.rank0.jsonl``.
 
-    Raises: OSError where the folder cannot be written to. UsageError where the process records already.
+    Raises: OSError where the folder cannot be written to. UsageError where the process records already. TypeError and
+    ValueError for what is no path. Where the disk is full later, the file ends there, and the log says so.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"path is {described(path)}, must be that of a folder")
+    if not os.fspath(path):
+        raise ValueError(f"path is {path!r}, must be that of a folder")
     _start(Path(path))
     try:
         yield
@@ -54,7 +61,10 @@ def record(path: str | os.PathLike[str]) -> Iterator[None]:
 def set_up() -> None:
     """Reads ``NCCL_EP_RECORD``. Called when the package is imported."""
     if path := os.environ.get("NCCL_EP_RECORD"):
-        _start(Path(path))
+        try:
+            _start(Path(path))
+        except OSError as error:
+            raise SystemError(f"NCCL_EP_RECORD is {path!r}: {error}") from error
         atexit.register(_stop)
 
 
@@ -93,7 +103,7 @@ class _File:
     def __init__(self, folder: Path, rank: int) -> None:
         of_process = os.environ.get("RANK", "")
         name = f"rank{rank}.jsonl" if of_process in ("", str(rank)) else f"process{of_process}.rank{rank}.jsonl"
-        self._stream: TextIO = (folder / name).open("w")
+        self._stream: TextIO = (folder / name).open("w", encoding="utf-8")
         self._buffers: dict[str, int] = {}  # in the order of their first operations, which is that of all ranks
         self.write(
             {
@@ -180,10 +190,21 @@ class _Recorder:
                 logger.error("the last %d operations are not recorded: %s", len(self._waiting), error)
             for (rank, name), stats in self._stats.items():
                 if rank in self._files:
-                    self._files[rank].stats(name, stats)
-            for file in self._files.values():
-                file.close()
+                    self._put(rank, functools.partial(_File.stats, name=name, stats=stats))
+            for rank in list(self._files):
+                self._put(rank, _File.close)
             self._is_closed = True
+
+    def _put(self, rank: int, write: Callable[[_File], None]) -> None:
+        """Where the disk is full, the file ends: no operation and no program is to end with it."""
+        try:
+            write(self._files[rank])
+        except OSError as error:
+            logger.error("the recording of rank %d is cut off: %s", rank, error)
+            self._is_closed = True
+            file = self._files.pop(rank)
+            with contextlib.suppress(OSError):
+                file.close()
 
     def _take_what_is_done(self) -> None:
         """A GPU's figures follow one another, so that one that is not there keeps those behind it waiting."""
@@ -200,9 +221,8 @@ class _Recorder:
                 logger.error("nothing is recorded of rank %d: %s", rank, error)
                 self._is_closed = True
                 return
-        file = self._files[rank]
-        number = file.buffer(line.pop("buffer"), {"rank": rank, "num_ranks": ranks, "device": device})
-        file.write({"in_buffer": number, **line})
+        name, about = line.pop("buffer"), {"rank": rank, "num_ranks": ranks, "device": device}
+        self._put(rank, lambda file: file.write({"in_buffer": file.buffer(name, about), **line}))
 
 
 class _Gpu:

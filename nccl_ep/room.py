@@ -10,10 +10,10 @@ from . import _C
 from .checks import (
     MAX_ROW_BYTES,
     MAX_TOPK,
+    described,
     require_bools,
     require_dtypes,
     require_int32,
-    require_integers,
     require_within,
     row_bytes_of,
 )
@@ -21,6 +21,7 @@ from .choices import Mode
 from .modes import MODES, auto_ll_tokens
 
 MIN_LL_BYTES = 1 << 20
+_MAX_WINDOW_BYTES = 1 << 48  # csrc/layout/common/region.h
 # Blocks are multiples of 512 bytes, and an output may be several. On a GPU torch asks for 20 MiB to cut them from, for
 # each stream.
 _MIN_ARENA_BYTES = {"cpu": 1 << 16, "cuda": 64 << 20}
@@ -78,7 +79,7 @@ def ll_sizes_for_bytes(num_ranks: int, num_bytes: int = 0) -> LlSizes:
 
 def room_for_shapes(
     num_ranks: int,
-    domain_size: int,
+    domain_size: int | None,
     *,
     max_tokens: int,
     hidden: int,
@@ -93,18 +94,21 @@ def room_for_shapes(
     device_type: str,
 ) -> Room:
     """For calls up to these sizes, as ``Buffer.for_shapes`` takes them. Raises what is wrong with them."""
-    if mode not in MODES:
-        raise ValueError(f"mode is {mode!r}, must be one of {', '.join(MODES)}")
+    if not isinstance(mode, str) or mode not in MODES:
+        raise ValueError(f"mode is {described(mode)}, must be one of {', '.join(MODES)}")
+    domain_size = 0 if domain_size is None else domain_size
     require_int32(max_tokens=max_tokens, topk=topk, num_experts=num_experts, domain_size=domain_size)
     require_within(1, MAX_TOPK, topk=topk)
-    require_dtypes(dtype=dtype, wire_dtype=wire_dtype or dtype)
+    wire_dtype = dtype if wire_dtype is None else wire_dtype
+    require_dtypes(dtype=dtype, wire_dtype=wire_dtype)
     require_bools(late_weights=late_weights)
     bytes_of_x = row_bytes_of(hidden, dtype)
     if scale_bytes is None:
         scale_bytes = (hidden + 31) // 32 * 4
     require_within(0, MAX_ROW_BYTES, scale_bytes=scale_bytes)
     row_bytes = bytes_of_x + (scale_bytes + 15) // 16 * 16
-    home_bytes = hidden * max((wire_dtype or dtype).itemsize, 2)
+    home_bytes = hidden * max(wire_dtype.itemsize, 2)
+    require_within(0, _MAX_WINDOW_BYTES, arena_bytes=0 if arena_bytes is None else arena_bytes)
     ll, ht, ll_tokens = LlSizes(), None, max_tokens
     if mode == "auto":
         ll_tokens = auto_ll_tokens(max_tokens, bytes_of_x, topk, num_ranks)
@@ -117,15 +121,12 @@ def room_for_shapes(
     if mode != "ll":
         if arena_bytes is None:
             arena_bytes = default_arena_bytes(num_ranks, max_tokens, row_bytes, device_type)
-        require_integers(arena_bytes=arena_bytes)
-        if arena_bytes < 0:
-            raise ValueError(f"arena_bytes is {arena_bytes}, must not be negative")
-        shape = (num_ranks, domain_size, num_experts, topk, max_tokens)
+        shape = (num_ranks, domain_size or num_ranks, num_experts, topk, max_tokens)
         ht = HtSizes(*_C.ht_sizes_for(*shape, row_bytes, home_bytes, arena_bytes))
     made_with = sizes_told(
         max_tokens=max_tokens, hidden=hidden, topk=topk, num_experts=num_experts, dtype=dtype,
-        wire_dtype=wire_dtype or dtype, scale_bytes=scale_bytes, mode=mode, arena_bytes=arena_bytes or 0,
-        late_weights=late_weights,
+        wire_dtype=wire_dtype, scale_bytes=scale_bytes, mode=mode,
+        arena_bytes=0 if arena_bytes is None else arena_bytes, late_weights=late_weights,
     )  # fmt: skip
     return Room(ll, ht, max_tokens, ll_tokens if mode == "auto" else None, num_experts, made_with)
 

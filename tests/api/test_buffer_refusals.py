@@ -145,10 +145,12 @@ def test_a_handle_of_another_buffer_is_refused() -> None:
         ({"domain_size": 3}, "1 ranks do not divide into domains of 3"),
         ({"domain_size": -1}, "1 ranks do not divide into domains of -1"),
         ({"on_overflow": "ignore"}, "on_overflow is 'ignore', must be"),
-        ({"ll_network": "star"}, "ll_network is 'star', must be auto, rail or mesh"),
+        ({"ll_network": "star"}, 'll_network is \'star\', must be "auto", "rail" or "mesh"'),
         ({"device": "meta"}, "device is meta, must be cpu or cuda"),
         ({"max_tokens": 1 << 31}, "max_tokens is 2147483648, beyond 32 bits"),
         ({"network_seed": -1}, "network_seed is -1, must be 0 to"),
+        ({"arena_bytes": -1, "mode": "ht"}, "arena_bytes is -1, must be 0 to"),
+        ({"device": 2**70}, f"device is {2**70}, must be"),
     ],
 )
 def test_bad_sizes_and_options_of_a_buffer_are_refused_with_the_values(options: dict[str, Any], text: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -94,6 +95,13 @@ WRONG: list[tuple[Callable[[Any], Any], str]] = [
     (lambda b: deep_ep.Buffer(None, "1"), "num_nvl_bytes is '1', must be an integer"),
     (lambda b: deep_ep.Buffer(None, 0, 1e6), "num_rdma_bytes is 1000000.0, must be an integer"),
     (lambda b: nccl_ep.Buffer(None, timeout="x"), "timeout is 'x', must be a number of seconds"),
+    (lambda b: nccl_ep.Buffer(None, timeout=timedelta(seconds=1)), "timeout is a timedelta, must be a number of s"),
+    (lambda b: nccl_ep.Buffer(None, timeout=torch.ones(2)), "timeout is a Tensor, must be a number of seconds"),
+    (lambda b: nccl_ep.Buffer(None, timeout=int), "timeout is a type, must be a number of seconds"),
+    (lambda b: nccl_ep.Buffer(None, network_seed=X), "network_seed is a Tensor, must be an integer"),
+    (lambda b: nccl_ep.Buffer(None, domain_size=X), "domain_size is a Tensor, must be an integer"),
+    (lambda b: nccl_ep.Buffer(X), "group is a Tensor: must be a torch process group"),
+    (lambda b: nccl_ep.Buffer(np.ones(3)), "group is a ndarray: must be a torch process group"),
     (lambda b: nccl_ep.Buffer(None, domain_size=1.5), "domain_size is 1.5, must be an integer"),
     (lambda b: nccl_ep.Buffer(None, network_seed="a"), "network_seed is 'a', must be an integer"),
     (lambda b: nccl_ep.Buffer(None, name=5), "name is a int, must be a str"),
@@ -105,6 +113,9 @@ WRONG: list[tuple[Callable[[Any], Any], str]] = [
     (lambda b: nccl_ep.Buffer.for_shapes(None, **{**SIZES, "topk": 2.0}), "topk is 2.0, must be an integer"),
     (lambda b: nccl_ep.Buffer.for_shapes(None, **{**SIZES, "num_experts": None}), "num_experts is None, must be an"),
     (lambda b: nccl_ep.Buffer.for_shapes(None, **{**SIZES, "hidden": "64"}), "hidden is '64', must be an integer"),
+    (lambda b: nccl_ep.Buffer.for_shapes(None, **SIZES, wire_dtype=X), "wire_dtype is a Tensor, must be a torch.dtype"),
+    (lambda b: nccl_ep.Buffer.for_shapes(None, **SIZES, arena_bytes=X), "arena_bytes is a Tensor, must be an integer"),
+    (lambda b: nccl_ep.record(None).__enter__(), "path is None, must be that of a folder"),
     (lambda b: nccl_ep.Buffer.for_shapes(None, **SIZES, dtype="bf16"), "dtype is 'bf16', must be a torch.dtype"),
     (lambda b: nccl_ep.Buffer.for_shapes(None, **SIZES, scale_bytes=1.5), "scale_bytes is 1.5, must be an integer"),
 ]

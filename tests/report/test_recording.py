@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import nccl_ep
+from nccl_ep import recording
 from nccl_ep.report.figures import figures
 from nccl_ep.report.inputs import load
 from nccl_ep.testing import ThreadGroup, run_ranks
@@ -170,6 +171,29 @@ from tests.report import programs
 with nccl_ep.Buffer.for_shapes(None, **programs.SIZES) as buffer:
     programs.exchange(buffer, 0, "ll", 0)
 """
+
+
+def test_a_full_disk_ends_the_recording_and_no_program(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "rank0.jsonl").symlink_to("/dev/full")
+    with nccl_ep.Buffer.for_shapes(None, **SIZES) as buffer, nccl_ep.record(tmp_path):
+        for step in range(60):
+            programs.exchange(buffer, 0, "ll", step)
+    assert caplog.text.count("the recording of rank 0 is cut off: [Errno 28] No space left on device") == 1
+    with nccl_ep.record(tmp_path / "other"):
+        pass
+
+
+@pytest.mark.parametrize("path", ["", b"folder", 3])
+def test_what_is_no_folder_is_named(path: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=r"path is .*, must be that of a folder"), nccl_ep.record(path):
+        pass
+
+
+def test_an_environment_that_cannot_be_recorded_to_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("NCCL_EP_RECORD", f"{tmp_path}/file/more")
+    with pytest.raises(nccl_ep.SystemError, match=f"NCCL_EP_RECORD is '{tmp_path}/file/more': "):
+        recording.set_up()
 
 
 def test_the_environment_records_a_program(tmp_path: Path) -> None:
