@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ..checks import require_tensors, require_within
+
+MOST = (1 << 31) - 1
 _SWAPS = 8  # of a rank, at most, on average: each makes the fullest rank less full
 
 
@@ -46,8 +49,11 @@ def rebalance_experts(
     """
     _check(weight, num_replicas, num_groups, num_nodes, num_gpus)
     layers, experts = weight.shape
-    if previous is not None and tuple(previous.shape) != (layers, num_replicas):
-        raise ValueError(f"previous has shape {list(previous.shape)}, must be [{layers}, {num_replicas}]")
+    if previous is not None:
+        require_tensors(previous=previous)
+        if tuple(previous.shape) != (layers, num_replicas):
+            raise ValueError(f"previous has shape {list(previous.shape)}, must be [{layers}, {num_replicas}]")
+        require_whole_numbers(previous=previous)
     slots = num_replicas // num_gpus
     before = [None] * layers if previous is None else previous.tolist()
     placed = []
@@ -74,7 +80,17 @@ def logical_maps(physical_to_logical_map: torch.Tensor, num_logical_experts: int
     Raises:
         ValueError: for an expert that does not exist, or that has no place.
     """
+    require_tensors(physical_to_logical_map=physical_to_logical_map)
+    require_whole_numbers(physical_to_logical_map=physical_to_logical_map)
     shape = physical_to_logical_map.shape
+    if not shape:
+        raise ValueError("physical_to_logical_map has shape [], must be [.., physical experts]")
+    require_within(1, MOST, num_logical_experts=num_logical_experts)
+    if shape[-1] < num_logical_experts:
+        raise ValueError(
+            f"physical_to_logical_map has shape {list(shape)}, which has no place for each of num_logical_experts, "
+            f"{num_logical_experts}"
+        )
     width = shape[-1] - num_logical_experts + 1
     maps, counts = [], []
     for placed in physical_to_logical_map.reshape(-1, shape[-1]).tolist():
@@ -98,9 +114,25 @@ def logical_maps(physical_to_logical_map: torch.Tensor, num_logical_experts: int
 def imbalance(weight: torch.Tensor, physical_to_logical_map: torch.Tensor, num_gpus: int) -> torch.Tensor:
     """float64 [..]: the load of the fullest rank over the mean; 1 is best. Copies of an expert share its load alike.
 
-    weight: [.., E]. physical_to_logical_map: int64 [.., P], P a multiple of ``num_gpus``, -1 for an empty place.
+    weight: [.., E]. physical_to_logical_map: int64 [.., P], P a multiple of ``num_gpus``, -1 for an empty place; layers
+    are broadcast.
     """
+    require_tensors(weight=weight, physical_to_logical_map=physical_to_logical_map)
+    require_whole_numbers(physical_to_logical_map=physical_to_logical_map)
+    require_within(1, MOST, num_gpus=num_gpus)
+    if weight.dim() < 1 or physical_to_logical_map.dim() < 1:
+        raise ValueError(
+            f"weight has shape {list(weight.shape)}, physical_to_logical_map {list(physical_to_logical_map.shape)}: "
+            "both must have a dimension of experts"
+        )
+    layers = torch.broadcast_shapes(weight.shape[:-1], physical_to_logical_map.shape[:-1])
+    weight, physical_to_logical_map = weight.expand(*layers, -1), physical_to_logical_map.expand(*layers, -1)
+    experts, places = weight.shape[-1], physical_to_logical_map.shape[-1]
+    if places % num_gpus:
+        raise ValueError(f"num_gpus is {num_gpus}, must divide the {places} physical experts")
     weight, placed = weight.double().cpu(), physical_to_logical_map.cpu()
+    if placed.numel() and not -1 <= int(placed.min()) <= int(placed.max()) < experts:
+        raise ValueError(f"physical_to_logical_map has numbers of no expert, must be -1 to {experts - 1}")
     is_there = placed >= 0
     index = placed.clamp(min=0)
     count = torch.zeros_like(weight).scatter_add_(-1, index, is_there.double())
@@ -110,16 +142,27 @@ def imbalance(weight: torch.Tensor, physical_to_logical_map: torch.Tensor, num_g
     return torch.where(mean > 0, ranks.amax(-1) / mean, 1.0)
 
 
+def require_whole_numbers(**tensors: torch.Tensor) -> None:
+    """ValueError for a tensor that has no integers on a device of its own."""
+    for name, each in tensors.items():
+        if each.dtype not in (torch.int64, torch.int32) or each.is_meta or each.layout != torch.strided:
+            raise ValueError(f"{name} is {each.dtype}, {each.layout}, on {each.device}: must be torch.int64")
+
+
 def _check(weight: torch.Tensor, num_replicas: int, num_groups: int, num_nodes: int, num_gpus: int) -> None:
+    require_tensors(weight=weight)
+    is_plain = weight.layout == torch.strided and not (weight.is_meta or weight.is_nested or weight.is_quantized)
+    if not is_plain or weight.is_complex():
+        raise ValueError(f"weight is a {weight.layout} tensor of {weight.dtype} on {weight.device}: must be of numbers")
     if weight.dim() != 2 or 0 in weight.shape:
         raise ValueError(f"weight has shape {list(weight.shape)}, must be [layers, experts]")
-    if not bool((weight.double().isfinite() & (weight >= 0)).all()):
+    weight = weight.double()
+    if not bool((weight.isfinite() & (weight >= 0)).all()):
         raise ValueError("weight has an entry that is negative or not finite")
     experts = weight.shape[1]
-    given = {"num_groups": num_groups, "num_nodes": num_nodes, "num_gpus": num_gpus}
-    for name, value in given.items():
-        if value < 1:
-            raise ValueError(f"{name} is {value}, must be 1 or more")
+    require_within(
+        1, MOST, num_replicas=num_replicas, num_groups=num_groups, num_nodes=num_nodes, num_gpus=num_gpus
+    )  # fmt: skip
     if experts % num_groups:
         raise ValueError(f"num_groups is {num_groups}, must divide the {experts} experts")
     if num_gpus % num_nodes:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from .balancing import logical_maps
+from ..buffer import choose_device
+from ..checks import require_integers, require_tensors, require_within
+from .balancing import MOST, logical_maps
 
 
 def map_experts(
@@ -31,6 +33,15 @@ def map_experts(
         ValueError: for shapes, dtypes and devices that do not fit; on the CPU for an id that is no expert. A GPU puts
             2147483647 there, which a dispatch refuses as it refuses any id out of range, and ids below -1 stay.
     """
+    given = {
+        "topk_idx": topk_idx, "logical_to_physical_map": logical_to_physical_map, "logical_count": logical_count,
+    }  # fmt: skip
+    require_tensors(**given, **({} if load is None else {"load": load}))
+    require_integers(rank=rank)
+    if not torch.compiler.is_compiling():
+        for name, each in given.items():
+            if each.layout != torch.strided or each.is_quantized or each.is_nested:
+                raise ValueError(f"{name} is a {each.layout} tensor of {each.dtype}, must be strided")
     mapped: torch.Tensor = torch.ops.nccl_ep.map_experts.default(
         topk_idx, logical_to_physical_map, logical_count, rank, load
     )
@@ -61,6 +72,12 @@ class ExpertMap:
         device: torch.device | str = "cpu",
     ) -> None:
         places, count = logical_maps(physical_to_logical_map, num_logical_experts)
+        if physical_to_logical_map.dim() != 1:
+            raise ValueError(
+                f"physical_to_logical_map has shape {list(physical_to_logical_map.shape)}, must be [physical experts]"
+            )
+        require_within(0, MOST, rank=rank)
+        device = choose_device(device)
         self.rank = rank
         self.physical_to_logical_map = physical_to_logical_map.cpu().clone()
         self.logical_to_physical_map, self.logical_count = places.to(device), count.to(device)
@@ -79,6 +96,7 @@ class ExpertMap:
 
     def set(self, physical_to_logical_map: torch.Tensor) -> None:
         """Another placement, int64 [P], from the next operation of the stream on. ValueError for another P."""
+        require_tensors(physical_to_logical_map=physical_to_logical_map)
         if physical_to_logical_map.shape != self.physical_to_logical_map.shape:
             raise ValueError(
                 f"physical_to_logical_map has shape {list(physical_to_logical_map.shape)}, must be "

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+
+from ..bootstrap import process_group_of
+from ..checks import described, require_tensors, require_within
+from ..errors import UsageError
+from .balancing import MOST, require_whole_numbers
 
 
 class Move(NamedTuple):
@@ -32,13 +38,16 @@ def plan_moves(old: torch.Tensor, new: torch.Tensor, num_gpus: int, num_nodes: i
     Raises:
         ValueError: for shapes that do not fit, and for an expert of ``new`` that ``old`` has not got.
     """
+    require_tensors(old=old, new=new)
+    require_within(1, MOST, num_gpus=num_gpus, num_nodes=num_nodes)
     if old.dim() != 1 or old.shape != new.shape:
         raise ValueError(f"old has shape {list(old.shape)}, new {list(new.shape)}: both must be [physical experts]")
-    if num_gpus < 1 or len(old) % num_gpus:
+    if len(old) % num_gpus:
         raise ValueError(f"num_gpus is {num_gpus}, must divide the {len(old)} physical experts")
-    if num_nodes < 1 or num_gpus % num_nodes:
+    if num_gpus % num_nodes:
         raise ValueError(f"num_nodes is {num_nodes}, must divide num_gpus, {num_gpus}")
     slots, gpus_of_node = len(old) // num_gpus, num_gpus // num_nodes
+    require_whole_numbers(old=old, new=new)
     before, after = old.tolist(), new.tolist()
     holders: dict[int, list[int]] = {}
     for place, expert in enumerate(before):
@@ -74,16 +83,18 @@ def move_experts(moves: Sequence[Move], tensors: Sequence[torch.Tensor], group: 
             biases, scales, states of an optimizer. group: torch's; None for the default one.
 
     Raises:
-        ValueError: for a tensor that has not got a slot or is not contiguous, before anything is sent.
+        ValueError: for moves or a tensor of any rank that do not fit, and where the ranks disagree: on all ranks,
+            before anything is sent. RuntimeError without a process group.
     """
-    rank = dist.get_rank(group)
-    slots = {each.from_slot for each in moves if each.from_rank == rank}
-    slots |= {each.to_slot for each in moves if each.to_rank == rank}
-    for number, tensor in enumerate(tensors):
-        if not tensor.is_contiguous() or tensor.dim() < 1:
-            raise ValueError(f"tensors[{number}] has shape {list(tensor.shape)}, must be contiguous, slot by slot")
-        if slots and max(slots) >= len(tensor):
-            raise ValueError(f"tensors[{number}] has {len(tensor)} slots, a move needs slot {max(slots)}")
+    group = process_group_of(group)
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group is {described(group)}, must be a torch process group that this rank is in, or None")
+    if not dist.is_initialized():
+        raise UsageError("torch.distributed is not initialized: call init_process_group, or give a group")
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    if rank < 0:
+        raise ValueError(f"this process, rank {dist.get_rank()}, is no member of the group")
+    moves, tensors = _agreed(moves, tensors, rank, size, group)
     coming = [each for each in moves if each.to_rank == rank]
     for tensor in tensors:
         if any(each.from_rank != each.to_rank for each in moves):  # NCCL's first call wants all ranks
@@ -103,6 +114,57 @@ def move_experts(moves: Sequence[Move], tensors: Sequence[torch.Tensor], group: 
             work.wait()
         for each, row in zip(coming, staged.unbind(), strict=True):
             tensor[each.to_slot].copy_(row)
+
+
+def _agreed(
+    moves: Sequence[Move], tensors: Sequence[torch.Tensor], rank: int, size: int, group: Any
+) -> tuple[list[Move], list[torch.Tensor]]:
+    """Raises on all ranks what is wrong on one of them: the others would wait for it."""
+    error: Exception | None = None
+    given: Any = None
+    try:
+        given = _checked(moves, tensors, rank, size)
+    except (TypeError, ValueError) as caught:
+        error = caught
+    about = None if given is None else (given[0], [(each.dtype, each.shape[1:]) for each in given[1]])
+    found: list[Any] = [(about, None if error is None else str(error))] * size
+    if size > 1:
+        dist.all_gather_object(found, found[0], group=group)
+    if error is not None:
+        raise error
+    for other, (theirs, text) in enumerate(found):
+        if text is not None:
+            raise ValueError(f"rank {other}: {text}")
+        for name, mine, its in zip(("moves", "tensors"), about, theirs, strict=True):  # type: ignore[arg-type]
+            for number, (a, b) in enumerate(itertools.zip_longest(its, mine)):
+                if a != b:
+                    raise ValueError(f"{name}[{number}] is {a} on rank {other} and {b} on rank {rank}: must be one")
+    return given  # type: ignore[no-any-return]
+
+
+def _checked(
+    moves: Sequence[Move], tensors: Sequence[torch.Tensor], rank: int, size: int
+) -> tuple[list[Move], list[torch.Tensor]]:
+    """Raises what keeps this rank from moving them."""
+    if not isinstance(moves, list | tuple) or not all(isinstance(each, tuple) and len(each) == 5 for each in moves):
+        raise TypeError(f"moves is {described(moves)}, must be a list of Move, as plan_moves returns it")
+    if not isinstance(tensors, list | tuple):
+        raise TypeError(f"tensors is {described(tensors)}, must be a list of tensors")
+    moves, tensors = [Move(*each) for each in moves], list(tensors)
+    for number, move in enumerate(moves):
+        for name in ("from_rank", "to_rank"):
+            require_within(0, size - 1, **{f"moves[{number}].{name}": getattr(move, name)})
+        for name in ("from_slot", "to_slot"):
+            require_within(0, MOST, **{f"moves[{number}].{name}": getattr(move, name)})
+    slots = {each.from_slot for each in moves if each.from_rank == rank}
+    slots |= {each.to_slot for each in moves if each.to_rank == rank}
+    for number, tensor in enumerate(tensors):
+        require_tensors(**{f"tensors[{number}]": tensor})
+        if tensor.layout != torch.strided or not tensor.is_contiguous() or tensor.dim() < 1:
+            raise ValueError(f"tensors[{number}] has shape {list(tensor.shape)}, must be contiguous, slot by slot")
+        if slots and max(slots) >= len(tensor):
+            raise ValueError(f"tensors[{number}] has {len(tensor)} slots, a move needs slot {max(slots)}")
+    return moves, tensors
 
 
 def _bytes(row: torch.Tensor) -> torch.Tensor:

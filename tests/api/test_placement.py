@@ -144,12 +144,54 @@ def test_what_stays_on_a_rank_keeps_its_slot() -> None:
         (torch.ones(1, 4), (5, 1, 1, 2), "num_replicas is 5, must be a multiple of num_gpus, 2"),
         (torch.ones(1, 4), (4, 3, 1, 2), "num_groups is 3, must divide the 4 experts"),
         (torch.ones(1, 4), (4, 1, 3, 2), "num_nodes is 3, must divide num_gpus, 2"),
-        (torch.ones(1, 4), (4, 0, 1, 2), "num_groups is 0, must be 1 or more"),
+        (torch.ones(1, 4), (4, 0, 1, 2), "num_groups is 0, must be 1 to"),
+        (torch.ones(1, 4).to("meta"), (4, 1, 1, 2), "weight is a torch.strided tensor of torch.float32 on meta"),
     ],
 )
 def test_what_cannot_be_balanced_is_refused(weight: Tensor, numbers: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         rebalance_experts(weight, *numbers)
+
+
+TABLE, COUNT = torch.tensor([[0, 3], [1, -1], [2, -1]]), torch.tensor([2, 1, 1])
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda m: rebalance_experts([[1.0]], 4, 1, 1, 2), TypeError, "weight is a list, must be a tensor"),
+        (lambda m: rebalance_experts(torch.ones(1, 4), 4.0, 1, 1, 2), TypeError, "num_replicas is 4.0, must be an int"),
+        (lambda m: rebalance_experts(torch.ones(1, 4), 4, 1, 1, "2"), TypeError, "num_gpus is '2', must be an integer"),
+        (
+            lambda m: rebalance_experts(torch.ones(1, 4), 4, 1, 1, 2, previous=m[None].float()), ValueError,
+            "previous is torch.float32, torch.strided, on cpu: must be torch.int64",
+        ),
+        (lambda m: logical_maps(m.float(), 4), ValueError, "physical_to_logical_map is torch.float32, torch.strided"),
+        (lambda m: logical_maps(m, 5), ValueError, r"\[4\], which has no place for each of num_logical_experts, 5"),
+        (lambda m: logical_maps(m, "4"), TypeError, "num_logical_experts is '4', must be an integer"),
+        (lambda m: imbalance(torch.ones(4), m, 3), ValueError, "num_gpus is 3, must divide the 4 physical experts"),
+        (lambda m: imbalance(torch.ones(3), m, 2), ValueError, "numbers of no expert, must be -1 to 2"),
+        (lambda m: map_experts([[0]], TABLE, COUNT, rank=0), TypeError, "topk_idx is a list, must be a tensor"),
+        (lambda m: map_experts(m[None], TABLE, COUNT, rank="0"), TypeError, "rank is '0', must be an integer"),
+        (lambda m: ExpertMap(m[None], 4, rank=0), ValueError, r"has shape \[1, 4\], must be \[physical experts\]"),
+        (lambda m: ExpertMap(m, 4, rank=-1), ValueError, "rank is -1, must be 0 to"),
+        (lambda m: ExpertMap(m, 4, rank=0, device="gpu"), ValueError, "device is 'gpu', must be"),
+        (lambda m: ExpertMap(m, 4, rank=0).set([0, 1, 2, 3]), TypeError, "physical_to_logical_map is a list, must be"),
+        (lambda m: plan_moves(m, m.float(), 2), ValueError, "new is torch.float32, torch.strided"),
+        (lambda m: plan_moves(m, m, 0), ValueError, "num_gpus is 0, must be 1 to"),
+        (lambda m: move_experts([], [m], 3), TypeError, "group is 3, must be a torch process group"),
+        (lambda m: move_experts([], [m]), nccl_ep.UsageError, "torch.distributed is not initialized"),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_are_named(call: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message) as caught:
+        call(torch.arange(4))
+    assert caught.type is error
+
+
+def test_the_imbalance_of_each_layer_under_one_placement() -> None:
+    loads = torch.tensor([[1.0, 1, 1, 1], [3, 1, 0, 0]])
+    assert imbalance(loads, torch.arange(4)[None], 2).tolist() == [1.0, 2.0]
 
 
 def test_an_expert_without_a_place_is_refused() -> None:
@@ -211,9 +253,6 @@ def test_another_placement_comes_in_place() -> None:
     assert (experts.logical_to_physical_map.data_ptr(), experts.logical_count.data_ptr()) == pointers
     with pytest.raises(ValueError, match=r"physical_to_logical_map has shape \[3\], must be \[4\]"):
         experts.set(torch.tensor([0, 1, 2]))
-
-
-TABLE, COUNT = torch.tensor([[0, 3], [1, -1], [2, -1]]), torch.tensor([2, 1, 1])
 
 
 @pytest.mark.parametrize(
@@ -365,9 +404,21 @@ def move_on_each(rank: int) -> list[bool]:
             move_experts([Move(0, me, 2, me, 0)], [bad], group)
         except ValueError as error:
             found.append(text in str(error))
+    mine, wrong = torch.ones(3, 2), Move(0, 0, 0, 1, 3)
+    for moves, given, texts in (  # what one rank cannot do, all refuse
+        ([Move(0, 0, 0, 1, 1)], [mine.tolist() if me == 1 else mine], ("rank 1: tensors[0] is a list", "is a list")),
+        ([wrong], [mine], ("rank 1: tensors[0] has 3 slots, a move needs slot 3", "tensors[0] has 3 slots")),
+        ([Move(0, 0, 0, 1, me)], [mine], ("moves[0] is Move(", "moves[0] is Move(")),
+        ([Move(0, 0, 0, 1, 1)], [mine] * (2 + me % 2), ("tensors[2] is", "tensors[2] is")),
+        ([Move(0, 0, 0, 3, 0)], [mine], ("moves[0].to_rank is 3, must be 0 to 2",) * 2),
+    ):
+        try:
+            move_experts(moves, given, group)  # type: ignore[arg-type]
+        except (TypeError, ValueError) as error:
+            found.append(texts[me == 1] in str(error))
     return found
 
 
 def test_weights_arrive(tmp_path: Path) -> None:
     for found in run_processes(3, move_on_each, tmp_path):
-        assert found == [True] * 14
+        assert found == [True] * 19
