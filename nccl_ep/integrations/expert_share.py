@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import _composable_state
+from torch.nn.parallel import DistributedDataParallel
 
 from ..bootstrap import Rendezvous
 from ..buffer import Buffer
+from ..checks import described
 from ..errors import UsageError
 from ..functional import dispatch
 
@@ -34,6 +38,9 @@ class Share:
         self.first = rendezvous.rank() * self.num_local
         self.names: list[str] = []
         self.stands_in: dict[str, torch.Tensor] | None = None
+        # What was found to be this rank's own: parameters, and the DDP around that leaves them alone.
+        self.own_parameters: list[weakref.ref[torch.Tensor]] = []
+        self.ddp: Callable[[], Any] = lambda: None
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         return whole[self.first : self.first + self.num_local]
@@ -78,6 +85,7 @@ def keep_share(module: Any, share: Share, kept: dict[int, torch.Tensor]) -> None
             kept[id(each)] = own
         setattr(module, name, kept[id(each)])
     share.names = list(stacks)
+    share.own_parameters = [weakref.ref(each) for each in module.parameters(recurse=False)]
     module.num_experts = share.num_local
     setattr(module, _STATE, share)
     module.register_state_dict_post_hook(_put_whole)
@@ -153,6 +161,8 @@ class Sharder:
 
 def shared_modules(model: torch.nn.Module) -> list[tuple[torch.nn.Module, Share]]:
     """Raises UsageError where there is none."""
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model is {described(model)}, must be a torch.nn.Module")
     shared = [(module, share) for module in model.modules() if (share := share_of(module)) is not None]
     if not shared:
         raise UsageError(f"the experts of this {type(model).__name__} are not shared out: call its state_dict()")
@@ -183,7 +193,13 @@ def _own(module: torch.nn.Module, share: Share, name: str) -> torch.Tensor:
             f"{name} of a {type(module).__name__} is no parameter any more: wrappers must leave experts out "
             "(FullyShardedDataParallel(ignored_states=...))"
         )
-    mesh = getattr(own[name], "device_mesh", None)
+    _require_sharded_apart(module, share, name, own[name])
+    return own[name]
+
+
+def _require_sharded_apart(module: torch.nn.Module, share: Share, name: str, tensor: Any) -> None:
+    """UsageError for a DTensor over ranks that have different experts."""
+    mesh = getattr(tensor, "device_mesh", None)
     if mesh is not None and isinstance(share.buffer.group, dist.ProcessGroup):
         both = set(mesh.mesh.flatten().tolist()) & set(dist.get_process_group_ranks(share.buffer.group))
         if len(both) > 1:
@@ -191,7 +207,35 @@ def _own(module: torch.nn.Module, share: Share, name: str) -> torch.Tensor:
                 f"{name} of a {type(module).__name__} is sharded over ranks {sorted(both)}, which have different "
                 "experts: wrappers must leave experts out (fully_shard(ignored_params=...))"
             )
-    return own[name]
+
+
+def require_own(module: torch.nn.Module, share: Share) -> None:
+    """UsageError where a wrapper has mixed the experts of this rank with those of others. Cheap for what is known."""
+    own = list(module.parameters(recurse=False))
+    if len(own) != len(share.own_parameters) or any(
+        known() is not each for known, each in zip(share.own_parameters, own, strict=True)
+    ):
+        for state in [ref() for ref in _composable_state._module_state_mapping.values()]:  # of FSDP2
+            groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+            for each in (each for group in groups if group is not None for each in group.fsdp_params):
+                if each._module_info.module is module:
+                    _require_sharded_apart(module, share, each._module_info.param_name, each.sharded_param)
+        if any(getattr(each, "_fsdp_flattened", False) for each in own) or len(own) < len(share.own_parameters):
+            raise UsageError(
+                f"the experts of a {type(module).__name__} are in FullyShardedDataParallel's flat parameter, with "
+                "those of other ranks: it must leave them out (ignored_states=...)"
+            )
+        share.own_parameters = [weakref.ref(each) for each in own]
+    around: Any = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
+    if around is None or share.ddp() is around:
+        return
+    taken = {id(each) for each in around._module_parameters}
+    if any(id(each) in taken for each in own):
+        raise UsageError(
+            f"DistributedDataParallel of a {type(around.module).__name__} has given all ranks the experts of rank 0: "
+            "call use_expert_parallel with the very module that is wrapped, before it is, and load the weights again"
+        )
+    share.ddp = weakref.ref(around)
 
 
 def _put_whole(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..checks import described
 from ..errors import UsageError
 from .expert_share import Sharder, Share, share_of, shared_modules
 
@@ -43,6 +45,8 @@ def sharded_optimizer_state_dict(model: torch.nn.Module, optimizer: Optimizer) -
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     shared_modules(model)  # or it raises
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer is {described(optimizer)}, must be a torch.optim.Optimizer")
     _watch(optimizer)
     with _served(optimizer):
         return get_optimizer_state_dict(model, optimizer)
@@ -66,11 +70,26 @@ def _watch(optimizer: Optimizer) -> None:
                 f"this {type(optimizer).__name__} was made before use_expert_parallel, and has parameters of experts "
                 "that the model no longer has: make it afterwards"
             )
+    _refuse_zero(optimizer)
     _watched.add(optimizer)
     optimizer.register_load_state_dict_pre_hook(_take_share)
     if optimizer.state:  # loaded before the first step
         optimizer.load_state_dict(optimizer.state_dict())
     optimizer.register_state_dict_post_hook(_put_sharded)
+
+
+def _refuse_zero(optimizer: Optimizer) -> None:
+    """UsageError for torch's ZeroRedundancyOptimizer, whose ranks give one another the parameters that each has
+    updated."""
+    zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    if zero is None or not isinstance(optimizer, zero.ZeroRedundancyOptimizer):
+        return
+    own = {id(each) for module in _modules for each in module.parameters(recurse=False)}
+    if any(id(each) in own for group in optimizer.param_groups for each in group["params"]):
+        raise UsageError(
+            "a ZeroRedundancyOptimizer would give all ranks the experts of one: give experts that are shared out to an "
+            "optimizer of their own"
+        )
 
 
 def _states(optimizer: Optimizer, state_dict: dict[str, Any]) -> Iterator[tuple[str, Share, Any, dict[str, Any]]]:

@@ -11,19 +11,32 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
 from collections.abc import Callable, Mapping
+from itertools import zip_longest
 from typing import Any
 
 import torch
+from torch.nn.utils.parametrize import is_parametrized
 from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8Experts
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ..bootstrap import Rendezvous, rendezvous_of
 from ..buffer import Buffer
-from ..checks import MAX_TOPK
-from ..errors import SystemError, UsageError
+from ..checks import MAX_TOPK, described, require_integers, require_timeout
+from ..errors import MismatchError, SystemError, UsageError
 from ..functional import combine, dispatch
-from .expert_share import _STATE, Share, full_state_dict, keep_share, sharded_state_dict, share_of, stacks_of, whole
+from .expert_share import (
+    _STATE,
+    Share,
+    full_state_dict,
+    keep_share,
+    require_own,
+    sharded_state_dict,
+    share_of,
+    stacks_of,
+    whole,
+)
 from .optimizer_share import sharded_optimizer_state_dict, watch_optimizers_of
 
 __all__ = [
@@ -35,6 +48,7 @@ __all__ = [
 ]
 
 NAME = "nccl_ep"
+_TIMEOUT = 100.0  # of Buffer
 
 
 def experts_forward(
@@ -51,6 +65,8 @@ def experts_forward(
             f'experts_implementation is "{NAME}", but the experts are not shared out: '
             "call nccl_ep.integrations.transformers.use_expert_parallel(model, group)"
         )
+    if not torch.compiler.is_compiling():
+        require_own(self, share)
     x = _as_computed(hidden_states)
     if x.element_size() > share.dtype.itemsize:
         raise ValueError(
@@ -108,16 +124,30 @@ def use_expert_parallel(
     ``state_dict`` of an optimizer, which is made after this call: ``sharded_optimizer_state_dict`` stands in for it.
 
     Raises: TypeError for a model without such experts; ValueError if they do not divide over the ranks, or are shared
-    out already; otherwise as ``nccl_ep.Buffer``.
+    out already; MismatchError on the other ranks, and where the ranks' models differ; otherwise as ``nccl_ep.Buffer``.
     """
-    layers = _experts_of(model)
-    if not layers:
-        raise TypeError(f"{type(model).__name__} has no experts that transformers' experts_implementation can replace")
     rendezvous = rendezvous_of(group)
-    for name, module in layers.items():
-        _check(name, module, rendezvous.size())
-    computes = [_compute_of(module, compute) for module in layers.values()]
-    shapes = _shapes_of(model, list(layers.values())) | {"max_tokens": max_tokens, "mode": "ht"} | options
+    error: Exception | None = None
+    try:
+        layers, computes = _to_share_out(model, rendezvous.size(), compute)
+        told = "\n".join(["fine", *map(_told, layers, layers.values())])
+    except (TypeError, ValueError) as caught:
+        error, told = caught, f"{type(caught).__name__}: {caught}"
+    timeout = options.get("timeout", _TIMEOUT)
+    require_timeout(timeout=timeout)
+    every = rendezvous.allgather(told.encode(), timeout)
+    if error is not None:
+        raise error
+    _require_same(told, [each.decode(errors="replace") for each in every])
+    shapes = _shapes_of(model, list(layers.values()))
+    if options.get("mode") == "ll":
+        raise ValueError('mode is "ll", must be "ht" or "auto": numbers of tokens differ from rank to rank')
+    for name in ("hidden", "num_experts"):
+        given = options.get(name, shapes[name])
+        require_integers(**{name: given})
+        if given < shapes[name]:
+            raise ValueError(f"{name} is {given}, but the layers have {shapes[name]}")
+    shapes |= {"max_tokens": max_tokens, "mode": "ht"} | options
     buffer = Buffer.for_shapes(group if group is not None else rendezvous, **shapes)
     kept: dict[int, torch.Tensor] = {}
     for module, its_own in zip(layers.values(), computes, strict=True):
@@ -145,6 +175,9 @@ def save_pretrained(model: Any, folder: Any, *, timeout: float = 3600.0, **optio
     Raises: UsageError for a model whose experts are not shared out; SystemError on the other ranks where rank 0 cannot
     write, which raises what ``model.save_pretrained`` raises; otherwise as ``full_state_dict``.
     """
+    if not isinstance(folder, str | os.PathLike):
+        raise TypeError(f"folder is {described(folder)}, must be a path")
+    require_timeout(timeout=timeout)
     error: Exception | None = None
     with whole(model) as state:  # FP8 models ask for their state_dict once more
         rendezvous = next(share for module in model.modules() if (share := share_of(module)) is not None).rendezvous
@@ -163,11 +196,40 @@ def save_pretrained(model: Any, folder: Any, *, timeout: float = 3600.0, **optio
 
 def _write(model: Any, folder: Any, **options: Any) -> None:
     """transformers by itself writes on rank 0 of the default process group, which may have none of these experts."""
+    if os.path.isfile(folder):  # transformers would only log it
+        raise NotADirectoryError(f"folder is {str(folder)!r}, a file: must be a folder")
     model.should_save_on_this_rank = bool  # of is_main_process
     try:
         model.save_pretrained(folder, **options)
     finally:
         del model.should_save_on_this_rank
+
+
+def _to_share_out(model: Any, ranks: int, compute: str | None) -> tuple[dict[str, Any], list[Any]]:
+    """The layers, and what runs a rank's own experts in each. Raises what keeps them from being shared out."""
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model is {described(model)}, must be a model of transformers")
+    layers = _experts_of(model)
+    if not layers:
+        raise TypeError(f"{type(model).__name__} has no experts that transformers' experts_implementation can replace")
+    for name, module in layers.items():
+        _check(name, module, ranks)
+    return layers, [_compute_of(module, compute) for module in layers.values()]
+
+
+def _told(name: str, module: Any) -> str:
+    """Of a layer, to the other ranks."""
+    return f"{name}: {', '.join(f'{at} {list(each.shape)} {each.dtype}' for at, each in stacks_of(module).items())}"
+
+
+def _require_same(own: str, every: list[str]) -> None:
+    """MismatchError where the layers of the ranks differ, or a rank has none."""
+    for rank, theirs in enumerate(every):
+        if not theirs.startswith("fine"):
+            raise MismatchError(f"rank {rank} cannot share out the experts of its model: {theirs}")
+        for mine, other in zip_longest(own.splitlines(), theirs.splitlines(), fillvalue="no layer more"):
+            if mine != other:
+                raise MismatchError(f"the ranks have different models: rank {rank} has {other}, this one {mine}")
 
 
 def _experts_of(model: torch.nn.Module) -> dict[str, Any]:
@@ -186,11 +248,24 @@ def _check(name: str, module: Any, ranks: int) -> None:
     if not hasattr(type(module).forward, "__wrapped__"):
         raise TypeError(f"{name} is a {type(module).__name__}, whose forward() transformers does not look up")
     stacks = stacks_of(module)
+    if is_parametrized(module):
+        raise TypeError(
+            f"{name} has parametrizations of {', '.join(module.parametrizations)}, whose parts are not known to be "
+            "slices for each expert: remove them before"
+        )
+    for at, each in module.named_parameters():
+        if "." in at and each.dim() > 0 and each.shape[0] == module.num_experts > 1:
+            raise TypeError(
+                f"{name}.{at} has shape {list(each.shape)}, a slice for each expert, but is of a module within: such "
+                "modules are not shared out"
+            )
     if not isinstance(getattr(module, "down_proj", None), torch.Tensor):
         raise TypeError(f"{name} is a {type(module).__name__} without down_proj: its experts have another form")
     for at, each in stacks.items():
         if type(each.detach()) is not torch.Tensor or each.is_meta:
             raise TypeError(f"{name}.{at} is a {type(each.data).__name__} on {each.device}, must be a loaded tensor")
+        if each.dtype == torch.float64 or each.is_complex():
+            raise TypeError(f"{name}.{at} is {each.dtype}, and rows of experts are at most torch.float32")
         if each.dim() == 0 or each.shape[0] != module.num_experts:
             raise TypeError(f"{name}.{at} has shape {list(each.shape)}, but there are {module.num_experts} experts")
     if module.num_experts % ranks:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
 import torch
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: make frameworks")
+
+from torch.nn.utils import parametrize  # noqa: E402
 
 import nccl_ep  # noqa: E402
 from nccl_ep.integrations.transformers import use_expert_parallel  # noqa: E402
@@ -192,6 +195,71 @@ def test_a_refusal_leaves_the_model_as_it_was() -> None:
     assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
     with torch.no_grad():
         assert torch.equal(model(ids).logits, want)
+
+
+class _Lora(torch.nn.Module):
+    """Of a layer that its user has made otherwise: a tensor with a slice for each expert, where nobody looks for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = torch.nn.Parameter(torch.ones(EXPERTS, 1, 1))
+
+    def forward(self, weights: torch.Tensor) -> torch.Tensor:
+        return weights * self.a
+
+
+def test_experts_that_are_not_all_seen_are_refused() -> None:
+    """Only some of their tensors would be cut."""
+    changes: list[tuple[Any, str]] = [
+        (
+            lambda each: parametrize.register_parametrization(each, "down_proj", _Lora()),
+            "parametrizations of down_proj",
+        ),
+        (lambda each: each.register_module("lora", _Lora()), r"experts.lora.a has shape \[4, 1, 1\], a slice for each"),
+        (lambda each: each.double(), "is torch.float64, and rows of experts are at most torch.float32"),
+    ]
+    for change, text in changes:
+        model = small()
+        change(model.model.layers[1].mlp.experts)
+        with pytest.raises(TypeError, match=rf"layers.1.*{text}"):
+            use_expert_parallel(model, device="cpu")
+        assert model.model.layers[0].mlp.experts.down_proj.shape[0] == EXPERTS
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"mode": "ll"}, 'mode is "ll", must be "ht" or "auto"'),
+        ({"num_experts": 2}, "num_experts is 2, but the layers have 4"),
+        ({"hidden": 16}, "hidden is 16, but the layers have 32"),
+    ],
+)
+def test_buffers_that_would_not_fit_are_refused_before(options: dict[str, Any], text: str) -> None:
+    model = small()
+    with pytest.raises(ValueError, match=text):
+        use_expert_parallel(model, device="cpu", **options)
+    assert all(layer.mlp.experts.num_experts == EXPERTS for layer in model.model.layers)
+
+
+@pytest.mark.parametrize(
+    ("change", "own", "others"),
+    [
+        (lambda model: model.to("meta"), "is a Tensor on meta, must", "rank 1 cannot share out the experts .* on meta"),
+        (lambda model: model.bfloat16(), "rank 0 has .*float32, this one", "rank 1 has .*bfloat16, this one"),
+    ],
+)
+def test_all_ranks_hear_at_once_of_one_whose_model_is_another(change: Any, own: str, others: str) -> None:
+    def body(group: Any) -> str:
+        model = small()
+        if group.rank() == 1:
+            change(model)
+        with pytest.raises((TypeError, nccl_ep.MismatchError)) as caught:
+            use_expert_parallel(model, group, device="cpu", timeout=300.0)
+        assert model.model.layers[0].mlp.experts.down_proj.shape[0] == EXPERTS
+        return str(caught.value)
+
+    first, second = run_ranks(2, body)
+    assert re.search(others, first) and re.search(own, second)
 
 
 def test_models_of_one_configuration() -> None:

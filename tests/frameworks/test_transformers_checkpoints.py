@@ -380,3 +380,45 @@ def test_ddp_leaves_experts_alone(tmp_path: Path) -> None:
             own = slice(2 * rank, 2 * rank + 2)
             assert torch.equal(torch.from_numpy(weights), each[own])
             torch.testing.assert_close(torch.from_numpy(grad), 2 * each.grad[own], rtol=1e-4, atol=1e-6)
+
+
+class _Wrapped(torch.nn.Module):
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.model(ids).logits  # type: ignore[no-any-return]
+
+
+def data_parallel_around_a_wrapper(rank: int) -> list[Any]:
+    model = tiny_model(MIXTRAL)
+    with use_expert_parallel(model, dist.group.WORLD, **OPTIONS):
+        wrapped = DistributedDataParallel(_Wrapped(model))
+        with pytest.raises(nccl_ep.UsageError, match="DistributedDataParallel of a _Wrapped has given all"):
+            wrapped(IDS)
+    inside = _Wrapped(tiny_model(MIXTRAL))
+    with use_expert_parallel(inside, dist.group.WORLD, **OPTIONS), torch.no_grad():
+        return DistributedDataParallel(inside)(IDS).numpy()  # type: ignore[no-any-return]
+
+
+def test_ddp_of_a_wrapper_is_told_to_share_out_the_wrapper(tmp_path: Path) -> None:
+    """DDP asks nobody but the module that it is given which parameters it is to leave out."""
+    with torch.no_grad():
+        want = tiny_model(MIXTRAL)(IDS).logits
+    for found in run_processes(2, data_parallel_around_a_wrapper, tmp_path):
+        torch.testing.assert_close(torch.from_numpy(found), want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_file_in_the_place_of_the_folder_is_no_folder(tmp_path: Path) -> None:
+    """transformers by itself says so in its log alone, and saves nothing."""
+    (tmp_path / "saved").write_text("mine")
+
+    def body(group: Any) -> None:
+        with use_expert_parallel(model := tiny_model(MIXTRAL), group, **OPTIONS):
+            kind = NotADirectoryError if group.rank() == 0 else nccl_ep.SystemError
+            with pytest.raises(kind, match=f"{tmp_path}/saved"):
+                save_pretrained(model, tmp_path / "saved")
+
+    run_ranks(2, body)
+    assert (tmp_path / "saved").read_text() == "mine"

@@ -13,10 +13,11 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 import torch.distributed as dist  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard  # noqa: E402
+from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: E402
 
 import nccl_ep  # noqa: E402
 from nccl_ep.integrations.transformers import full_state_dict, save_pretrained, use_expert_parallel  # noqa: E402
-from tests.frameworks.test_transformers_checkpoints import MIXTRAL, OPTIONS, assert_same, experts_of  # noqa: E402
+from tests.frameworks.test_transformers_checkpoints import IDS, MIXTRAL, OPTIONS, assert_same, experts_of  # noqa: E402
 from tests.frameworks.tiny_models import tiny_model  # noqa: E402
 from tests.support.processes import run_processes  # noqa: E402
 
@@ -57,8 +58,11 @@ def over_experts(rank: int) -> None:
     model = tiny_model(MIXTRAL)
     with use_expert_parallel(model, dist.group.WORLD, **OPTIONS):
         fully_shard(model)
-        with pytest.raises(nccl_ep.UsageError, match=r"is sharded over ranks \[0, 1\], .* must leave experts out"):
+        text = r"is sharded over ranks \[0, 1\], .* must leave experts out"
+        with pytest.raises(nccl_ep.UsageError, match=text):
             full_state_dict(model)
+        with pytest.raises(nccl_ep.UsageError, match=text):
+            model(IDS)
 
 
 def test_fsdp2_over_different_experts_is_refused(tmp_path: Path) -> None:
@@ -74,6 +78,8 @@ def over_replicas(rank: int, folder: str) -> dict[str, Any]:
         for module in experts_of(model):
             fully_shard(module, mesh=mesh["data"])
         fully_shard(model, ignored_params=ignored)
+        with torch.no_grad():
+            model(IDS)
         save_pretrained(model, folder, is_main_process=rank == 0)
         return as_arrays(full_state_dict(model))
 
@@ -112,3 +118,21 @@ def test_fsdp1_around_the_experts(tmp_path: Path) -> None:
 
 def test_fsdp1_over_different_experts_is_refused(tmp_path: Path) -> None:
     run_processes(2, fsdp1, tmp_path, False)
+
+
+def zero_redundancy(rank: int) -> None:
+    model = tiny_model(MIXTRAL)
+    with use_expert_parallel(model, dist.group.WORLD, **OPTIONS):
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.SGD, lr=0.1)
+        model(IDS, labels=IDS).loss.backward()
+        before = [each.detach().clone() for each in model.parameters()]
+        with pytest.raises(nccl_ep.UsageError, match="ZeroRedundancyOptimizer would give all ranks the experts of one"):
+            optimizer.step()
+        assert all(torch.equal(*each) for each in zip(before, model.parameters(), strict=True))
+        experts = parameters_of_experts(model)
+        dense = [each for each in model.parameters() if each not in experts]
+        ZeroRedundancyOptimizer(dense, optimizer_class=torch.optim.SGD, lr=0.1).step()
+
+
+def test_an_optimizer_that_hands_parameters_on_is_refused(tmp_path: Path) -> None:
+    run_processes(2, zero_redundancy, tmp_path)
