@@ -22,9 +22,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE", help="default: report.html")
     options = parser.parse_args(argv)
     try:
+        if any(options.out.resolve() == each.resolve() for each in options.files):
+            raise ValueError(f"--out is {options.out}, which is one of the files to read")
         inputs = load(options.files)
         recorded = figures(inputs.recorded) if inputs.recorded else None
-        options.out.write_text(page(inputs, recorded))
+        options.out.write_text(page(inputs, recorded), encoding="utf-8", errors="backslashreplace")
         print(f"wrote {options.out}")
         if recorded is not None:
             beside = options.out.with_suffix(".trace.json")

@@ -162,6 +162,8 @@ def _sent(recorded: list[Recorded], num_ranks: int, is_home_bound: bool) -> dict
 def _choices(step: Step) -> list[int] | None:
     """Of each expert, those of all ranks. Captured operations have none."""
     given = [line["choices"] for lines in step.parts.values() for line in lines if "choices" in line]
+    if len({len(each) for each in given}) > 1:
+        raise ValueError(f"a {step.name} has other experts on other ranks: give the files of one run")
     return [sum(each) for each in zip(*given, strict=True)] if given else None
 
 

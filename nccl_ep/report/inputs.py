@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,11 +16,17 @@ KINDS = (
     "the JSON of nccl_ep.doctor, or that of Buffer.stats()"
 )
 Json = dict[str, Any]
-# What the page takes from each.
-_NEEDED = {
-    "head": ("version", "rank", "host", "machine", "torch", "unix_ns", "clock_ns"),
-    "buffer": ("name", "num_ranks", "device"),
-    "operation": ("operation", "number", "begin_ns", "end_ns", "tokens", "row_bytes", "is_home_bound"),
+_MOST_RANKS = 2048  # of a world
+# What the page takes from each, and of which type it is: float is a finite number, int a whole one of 64 bits.
+_NEEDED: dict[str, tuple[str, ...] | dict[str, type]] = {
+    "head": {
+        "version": str, "rank": int, "host": str, "machine": str, "torch": str, "unix_ns": int, "clock_ns": int,
+    },
+    "buffer": {"buffer": int, "name": str, "num_ranks": int, "device": str},
+    "operation": {
+        "in_buffer": int, "operation": str, "number": int, "begin_ns": int, "end_ns": int, "tokens": int,
+        "row_bytes": int, "is_home_bound": bool,
+    },
     "record": (
         "bench", "system", "api", "op", "figure", "value", "unit", "p99", "ranks", "tokens", "hidden", "topk",
         "experts", "dtype", "layout", "routing", "device", "revision", "date",
@@ -59,7 +66,7 @@ def load(paths: Iterable[Path]) -> Inputs:
     for path in paths:
         for each in _files_of(path):
             try:
-                _add(found, each, each.read_text())
+                _add(found, each, each.read_text(encoding="utf-8"))
             except UnicodeDecodeError as error:
                 raise ValueError(f"{each} is no text: {error}") from None
             except (KeyError, TypeError, AttributeError, IndexError) as error:
@@ -103,15 +110,52 @@ def _complete(path: Path, what: str, lines: list[Json]) -> list[Json]:
     for line in lines:
         if not isinstance(line, dict):
             raise ValueError(f"{path}: {line!r} is no {what}")
-        if missing := [name for name in _NEEDED[what] if name not in line]:
-            raise ValueError(f"{path}: {'an' if what[0] in 'eo' else 'a'} {what} lacks {', '.join(missing)}")
+        needed, article = _NEEDED[what], "an" if what[0] in "eo" else "a"
+        if missing := [name for name in needed if name not in line]:
+            raise ValueError(f"{path}: {article} {what} lacks {', '.join(missing)}")
+        for name, kind in needed.items() if isinstance(needed, dict) else ():
+            if not _is(line[name], kind):
+                raise ValueError(
+                    f"{path}: {name} of {article} {what} is {line[name]!r:.60}, must be of {kind.__name__}"
+                )
     return lines
+
+
+def _is(value: Any, kind: type) -> bool:
+    if kind is float:
+        return _is(value, int) or (type(value) is float and math.isfinite(value))
+    if kind is int:
+        return type(value) is int and -(1 << 62) < value < 1 << 62
+    return type(value) is kind
+
+
+def _checked_operation(path: Path, line: Json, buffers: list[Json]) -> Json:
+    """ValueError for one that cannot have been recorded."""
+    _complete(path, "operation", [line])
+    if not 0 <= line["in_buffer"] < len(buffers):
+        raise ValueError(f"{path}: in_buffer of an operation is {line['in_buffer']}, and {len(buffers)} came before")
+    ranks = buffers[line["in_buffer"]]["num_ranks"]
+    for name, lengths in (("rows", ranks), ("choices", None)):
+        counts = line.get(name, [])
+        fits = isinstance(counts, list) and all(_is(each, int) and each >= 0 for each in counts)
+        if not fits or (name in line and len(counts) != (lengths or len(counts) // ranks * ranks)):
+            raise ValueError(f"{path}: {name} of an operation are {counts!r:.60}, must be numbers of {ranks} ranks")
+    for name in ("device_begin_ns", "device_us"):
+        if name in line and not _is(line[name], float):
+            raise ValueError(f"{path}: {name} of an operation is {line[name]!r:.60}, must be a number")
+    return line
+
+
+def _checked_stats(path: Path, stats: Any) -> Json:
+    if not isinstance(stats, dict):
+        raise ValueError(f"{path}: stats of a buffer are {stats!r:.60}, must be an object")
+    return stats
 
 
 def _parsed(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 
@@ -122,6 +166,8 @@ def _recorded(path: Path, header: Json, text: str) -> Recorded:
             f"by nccl_ep {header.get('version')}"
         )
     _complete(path, "head", [header])
+    if not 0 <= header["rank"] < _MOST_RANKS:
+        raise ValueError(f"{path}: rank is {header['rank']}, must be 0 to {_MOST_RANKS - 1}")
     found = Recorded(path, header)
     lines = text.split("\n")[1:]
     for number, line in enumerate(lines, 2):
@@ -133,11 +179,15 @@ def _recorded(path: Path, header: Json, text: str) -> Recorded:
                 raise ValueError(f"{path}: line {number} is no JSON object")
             found.is_cut = True  # the last line has no end
         elif "in_buffer" in value:
-            found.operations += _complete(path, "operation", [value])
+            found.operations.append(_checked_operation(path, value, found.buffers))
         elif "stats_of" in value:
-            found.buffers[value["stats_of"]]["stats"] = value["stats"]
+            found.buffers[value["stats_of"]]["stats"] = _checked_stats(path, value["stats"])
         elif "buffer" in value:
             found.buffers += _complete(path, "buffer", [value])
+            if not header["rank"] < value["num_ranks"] <= _MOST_RANKS:
+                raise ValueError(
+                    f"{path}: num_ranks of a buffer is {value['num_ranks']}, and this is rank {header['rank']}"
+                )
         else:
             raise ValueError(f"{path}: line {number} is of no known kind")
     return found

@@ -37,12 +37,16 @@ def page(inputs: Inputs, recorded: Json | None) -> str:
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
-        f"<style>\n{(_HERE / 'page.css').read_text()}</style></head><body><main>\n<h1>{html.escape(title)}</h1>\n"
+        f"<style>\n{_file('page.css')}</style></head><body><main>\n<h1>{html.escape(title)}</h1>\n"
         + "\n".join(parts)
         + "\n<footer>Written by python -m nccl_ep.report. What the figures mean: docs/report.md.</footer></main>"
         f'<div id="tip"></div>\n<script type="application/json" id="data">{data}</script>\n'
-        f"<script>\n{(_HERE / 'page.js').read_text()}</script></body></html>\n"
+        f"<script>\n{_file('page.js')}</script></body></html>\n"
     )
+
+
+def _file(name: str) -> str:
+    return (_HERE / name).read_text(encoding="utf-8")
 
 
 def _recorded(found: Json) -> str:

@@ -182,6 +182,43 @@ def test_wrong_files_are_named(tmp_path: Path, text: str, what: str, capsys: pyt
     assert not (tmp_path / "page.html").exists()
 
 
+WRONG = [None, -1, 1.5, "x", [], {}, True, 10**30, float("nan"), [1, "a"], [[1]]]
+OPERATION = {
+    "in_buffer": 0, "operation": "dispatch", "number": 1, "begin_ns": 1, "end_ns": 2, "tokens": 1, "row_bytes": 16,
+    "is_home_bound": False, "rows": [1, 0], "choices": [1, 0], "device_us": 1.5, "device_begin_ns": 1,
+}  # fmt: skip
+BUFFER = {"buffer": 0, "name": "b", "num_ranks": 2, "device": "cpu"}
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_damage_of_any_field_is_a_page_or_an_error_with_the_files_name(
+    place: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Never a traceback, nor numbers that no browser reads."""
+    path = tmp_path / "rank0.jsonl"
+    whole: list[dict[str, Any]] = [HEAD | {"rank": 0}, BUFFER, OPERATION]
+    refused = 0
+    for name in whole[place]:
+        for value in WRONG:
+            lines = [line | {name: value} if at == place else line for at, line in enumerate(whole)]
+            path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+            try:
+                report.main([str(path), "--out", str(tmp_path / "page.html")])
+                json.loads((tmp_path / "page.trace.json").read_text(), parse_constant=pytest.fail)
+            except SystemExit:
+                refused += 1
+                assert "rank0.jsonl" in capsys.readouterr().err
+    assert refused > len(WRONG) * len(whole[place]) // 3
+
+
+def test_a_file_to_read_is_not_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, 0, step("dispatch", 0, 5))
+    before = path.read_text()
+    with pytest.raises(SystemExit):
+        report.main([str(path), "--out", str(path)])
+    assert "--out is" in capsys.readouterr().err and path.read_text() == before
+
+
 def test_files_that_do_not_belong_together_are_named(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
