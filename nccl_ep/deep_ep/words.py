@@ -14,7 +14,11 @@ class Words:
         self._names, self._room = names, room
         self._named = re.compile(rf"\b({'|'.join(names)})(?= (?:is|are|has|of shape|at address)\b)")
 
-    def told(self, error: ValueError) -> ValueError:
+    def told(self, error: TypeError | ValueError) -> TypeError | ValueError:
         """What to raise for an error of the core."""
         text = self._named.sub(lambda found: self._names[found[1]], str(error))
-        return ValueError(f"{text}; {self._room}" if self._room and text.startswith(_ROOM) else text)
+        if self._room and text.startswith(_ROOM):
+            text = f"{text}; {self._room}"
+        if text == str(error):
+            return error
+        return TypeError(text) if isinstance(error, TypeError) else ValueError(text)

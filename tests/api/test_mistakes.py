@@ -117,6 +117,7 @@ BUFFERS: list[Mistake] = [
      "on_invalid_ids is 'drop', must be \"count\" or \"raise\""),
     ("a rank as the group", lambda s: nccl_ep.Buffer.for_shapes(0, **SIZES), TypeError,
      "group is a int: must be a torch"),
+    ("a world of no ranks", lambda s: nccl_ep.modes.choose_mode(8, 128, 2, 0, None), ValueError, "num_ranks is 0"),
     ("no buffer", lambda s: s.dispatch(buffer=None), TypeError, "buffer is None, must be a nccl_ep.Buffer"),
     ("another API's buffer", lambda s: s.dispatch(buffer=s.v1), TypeError, "buffer is <.*: give its core"),
 ]  # fmt: skip
@@ -217,11 +218,34 @@ DEEP_EP: list[Mistake] = [
      NO_ROOM + ".*; the buffer was made with num_bytes=None, num_max_tokens_per_rank=8, hidden=64, num_topk=2"),
     ("V2: an id of no expert", lambda s: s.elastic(topk_idx=s.ids + 1), ValueError,
      r"topk_idx\[1, 1\] is 4, must be 0 to 3"),
+    ("V2: seconds", lambda s: deep_ep.ElasticBuffer(None, 1 << 20, num_gpu_timeout_secs="1"), TypeError,
+     "num_gpu_timeout_secs is '1', must be a number of seconds"),
+    ("V2: no seconds", lambda s: deep_ep.ElasticBuffer(None, 1 << 20, num_gpu_timeout_secs=0), ValueError,
+     "num_gpu_timeout_secs is 0 s, must be positive"),
+    ("V2: tokens of no number", lambda s: s.elastic(num_max_tokens_per_rank=1.5), TypeError,
+     "num_max_tokens_per_rank is 1.5, must be an integer"),
+    ("V2: a number", lambda s: s.elastic_combine(x=torch.tensor(3.0)), ValueError, r"x has shape \[\], must be "),
+    ("V2: biases of nothing", lambda s: s.elastic_combine(bias=[None]), TypeError, "bias 0 is None, must be a tensor"),
+    ("V2: experts of a tensor", lambda s: s.v2.dispatch(s.x, handle=s.of_v2[3], num_experts=s.x), TypeError,
+     "num_experts is a Tensor, must be an integer"),
+    ("LL: the hint of no tokens", lambda s: deep_ep.Buffer.get_low_latency_rdma_size_hint(0, HIDDEN, 1, EXPERTS),
+     ValueError, "num_max_dispatch_tokens_per_rank is 0, must be at least 1"),
     ("V2: rows of another dispatch", lambda s: s.elastic_combine(x=s.of_v2[0][1:]), ValueError,
      r"x has shape \[7, 64\], must be \[8, 64\]"),
     ("Hybrid: hidden", lambda s: deep_ep.HybridEPBuffer(None, 7, TOKENS, EXPERTS, device="cpu"), ValueError,
      "hidden_dim is 7: rows of 7"),
     ("Hybrid: padding", lambda s: s.permute(pad_multiple=-1), ValueError, "pad_multiple is -1, must be at least 1"),
+    ("Hybrid: padding of no number", lambda s: s.permute(pad_multiple="x"), TypeError, "pad_multiple is 'x', must"),
+    ("Hybrid: ids in a list", lambda s: s.permute(topk_idx=[[0]]), TypeError, "topk_idx is a list, must be a tensor"),
+    ("Hybrid: weights", lambda s: s.permute(topk_weights=1.0), TypeError, "topk_weights is 1.0, must be a tensor"),
+    ("Hybrid: scales", lambda s: s.permute(scaling_factor=2), TypeError, "scaling_factor is 2, must be a tensor"),
+    ("Hybrid: rows in no whole number", lambda s: s.permute(handle=s.of_hybrid[4], num_permuted_tokens=16.5), TypeError,
+     "num_permuted_tokens is 16.5, must be an integer"),
+    ("Hybrid: rows beyond memory", lambda s: s.permute(handle=s.of_hybrid[4], num_permuted_tokens=1 << 40), ValueError,
+     "num_permuted_tokens is 1099511627776, beyond 32 bits"),
+    ("Hybrid: probs", lambda s: s.unpermute(probs=1.0), TypeError, "probs is 1.0, must be a tensor"),
+    ("Hybrid: SMs", lambda s: deep_ep.HybridEPBuffer(None, HIDDEN, TOKENS, 4, num_sms_dispatch_api=s.x), TypeError,
+     "num_sms_dispatch_api is a Tensor, must be an integer"),
     ("Hybrid: rows", lambda s: s.permute(hidden=s.x.t()), ValueError,
      "hidden of shape .* is not contiguous|topk_idx has"),
     ("Hybrid: rows of another dispatch", lambda s: s.unpermute(hidden=s.of_hybrid[0][1:]), ValueError,
@@ -269,6 +293,21 @@ def test_ranks_that_were_started_together_have_a_group(
             continue
         with pytest.raises(ValueError, match=text):
             make_one()
+
+
+@pytest.mark.parametrize("launcher", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_ranks_that_mpi_has_started_have_a_group(launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(launcher, "4")
+    with pytest.raises(ValueError, match=rf"group is None, and {launcher} is 4: call torch\.distributed"):
+        make()
+
+
+def test_a_communicator_of_mpi_has_its_ranks() -> None:
+    """``comm=`` of for_shapes, too: it would be a world of one."""
+    group = ThreadGroup.make(2)[0]
+    comm = SimpleNamespace(Get_rank=group.rank, Get_size=group.size, allgather=lambda mine: group.allgather(mine, 0.01))
+    with pytest.raises(nccl_ep.TimeoutError, match="nothing was heard from rank 1"):
+        make(comm=comm)
 
 
 def test_handles_of_different_dispatches_are_asked_about() -> None:

@@ -26,7 +26,7 @@ from ..words import Words
 
 _WORDS = Words(
     x="hidden", rows="hidden", max_tokens="num_of_tokens_per_rank", num_experts="num_of_experts",
-    expert_alignment="pad_multiple",
+    expert_alignment="pad_multiple", scales="scaling_factor", num_local_experts="num_of_experts_per_rank",
 )  # fmt: skip
 
 _DOMAIN = "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"
@@ -42,6 +42,8 @@ def indices_to_map(
     Source: Hybrid-EP's function of that name.
     """
     require_tensors(topk_idx=topk_idx)
+    _require_kinds(topk_weights=topk_weights)
+    require_within(0, (1 << 31) - 1, num_of_tokens=num_of_tokens, num_of_experts=num_of_experts)
     ids = topk_idx.long()
     at = torch.where((ids >= 0) & (ids < num_of_experts), ids, num_of_experts)  # a column that is cut off
     size = (num_of_tokens, num_of_experts + 1)
@@ -133,7 +135,8 @@ class HybridEPBuffer:
         **options: Any,
     ) -> None:
         require_bools(use_fp8=use_fp8)
-        self.num_sms_dispatch_api, self.num_sms_combine_api = num_sms_dispatch_api or 0, num_sms_combine_api or 0
+        self.num_sms_dispatch_api = 0 if num_sms_dispatch_api is None else num_sms_dispatch_api
+        self.num_sms_combine_api = 0 if num_sms_combine_api is None else num_sms_combine_api
         require_int32(num_sms_dispatch_api=self.num_sms_dispatch_api, num_sms_combine_api=self.num_sms_combine_api)
         self._rendezvous = rendezvous_of(group)
         self._options = _domains_of_the_environment(self._rendezvous.size()) | options
@@ -155,7 +158,7 @@ class HybridEPBuffer:
                 self._rendezvous, max_tokens=tokens, hidden=hidden, topk=min(experts, MAX_TOPK), num_experts=experts,
                 mode="ht", **self._options, _made_with=made_with,
             )  # fmt: skip
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             raise Words(hidden="hidden_dim").told(error) from None
         self.core.group = self.group
         self._sizes = hidden, tokens, local_experts
@@ -212,6 +215,15 @@ class HybridEPBuffer:
         """
         require_tensors(hidden=hidden)
         require_bools(non_blocking=non_blocking, use_host_meta=use_host_meta)
+        _require_kinds(
+            topk_idx=topk_idx, topk_weights=topk_weights, routing_map=routing_map, probs=probs,
+            scaling_factor=scaling_factor,
+        )  # fmt: skip
+        _require_numbers(
+            num_of_experts_per_rank=num_of_experts_per_rank, num_of_experts=num_of_experts,
+            num_of_tokens_per_rank=num_of_tokens_per_rank, pad_multiple=pad_multiple,
+            num_permuted_tokens=num_permuted_tokens,
+        )  # fmt: skip
         if use_host_meta is not None:
             non_blocking = not use_host_meta
         if handle is not None:
@@ -272,11 +284,12 @@ class HybridEPBuffer:
         core = self._of(handle)
         assert handle is not None
         require_tensors(hidden=hidden)
+        _require_kinds(probs=probs)
         if hidden.dim() == 2 and hidden.shape[0] in handle._row_counts:
             hidden = _with_rows(hidden, core.capacity)
         try:
             tokens = combine(hidden, core, weights=None, num_sms=self.num_sms_combine_api)
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             raise _WORDS.told(error) from None
         if probs is None:
             return tokens, None
@@ -339,7 +352,7 @@ class HybridEPBuffer:
                 "all ranks or by none: where they have unequal numbers of tokens, give num_of_tokens_per_rank, equal "
                 "on all of them"
             ) from error
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             raise _WORDS.told(error) from None
 
     def _dispatch_again(
@@ -372,6 +385,17 @@ class HybridEPBuffer:
         if handle._buffer is not self.core and all(handle._buffer is not each for each in self._older):
             raise UsageError(f"the handle is of buffer {handle._buffer.name}, not of this one")
         return handle._core
+
+
+def _require_kinds(**tensors: object) -> None:
+    require_tensors(**{name: each for name, each in tensors.items() if each is not None})
+
+
+def _require_numbers(**numbers: object) -> None:
+    """Of 32 bits; one on a GPU is not read."""
+    for name, each in numbers.items():
+        if each is not None and not (isinstance(each, torch.Tensor) and each.is_cuda):
+            require_int32(**{name: each})
 
 
 def _rows_asked_for(rows: int | torch.Tensor | None, handle: HybridEPHandle) -> int:

@@ -115,7 +115,7 @@ class LowLatencyMethods(LowLatencyMemory):
             )  # fmt: skip
         except RuntimeError as error:
             raise error_of(self, error) from error
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             raise WORDS.told(error) from None
         return self._dispatched(made) if made[4] is not None or self.on_overflow == "raise" else made
 
@@ -149,7 +149,7 @@ class LowLatencyMethods(LowLatencyMemory):
             )  # fmt: skip
         except RuntimeError as error:
             raise error_of(self, error) from error
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             raise WORDS.told(error) from None
         rows, scales, swizzled, counts, (source, ranges, *_), _, receive = sent
         if receive is not None:
@@ -225,7 +225,7 @@ class LowLatencyMethods(LowLatencyMemory):
             )  # fmt: skip
         except RuntimeError as error:
             raise error_of(self, error) from error
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             raise WORDS.told(error) from None
         return combined, event, None if receive is None else RecvHook(self, OpenSend("combine", receive))
 

@@ -221,7 +221,10 @@ def _bank_sizes(
     """What bf16 operations need, as _PARTS and for unweighted rows. ValueError for sizes that no operation has."""
     require_int32(num_max_dispatch_tokens_per_rank=num_max_dispatch_tokens_per_rank, num_experts=num_experts)
     row_bytes = row_bytes_of(hidden, torch.bfloat16)
-    sizes: tuple[int, int, int, int] = _C.sizes_for(
-        num_ranks, num_experts, topk, num_max_dispatch_tokens_per_rank, row_bytes, row_bytes
-    )
+    try:
+        sizes: tuple[int, int, int, int] = _C.sizes_for(
+            num_ranks, num_experts, topk, num_max_dispatch_tokens_per_rank, row_bytes, row_bytes
+        )
+    except ValueError as error:
+        raise WORDS.told(error) from None
     return sizes

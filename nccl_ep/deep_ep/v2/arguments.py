@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ... import _C
-from ...checks import MAX_TOPK, require_tensors, row_bytes_of
+from ...checks import MAX_TOPK, require_integers, require_tensors, row_bytes_of
 from ...handle import DispatchOutput
 from ...modes import auto_ll_tokens
 from ...room import HtSizes, default_arena_bytes
@@ -130,5 +130,7 @@ def require_same(
         ("expert_alignment", alignment, handle.expert_alignment),
         ("do_expand", do_expand, handle.do_expand),
     ):
+        if given is not None:
+            require_integers(**{name: given})
         if given is not None and given != own:
             raise ValueError(f"{name} is {given}, but the handle's is {own}")

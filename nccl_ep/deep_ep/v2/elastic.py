@@ -22,6 +22,7 @@ from ...checks import (
     require_integers,
     require_on,
     require_tensors,
+    require_timeout,
     require_within,
 )
 from ...choices import Mode
@@ -119,6 +120,7 @@ class ElasticBuffer:
         require_within(0, MAX_TOPK, num_topk=num_topk)
         if num_cpu_bytes:
             raise ValueError(f"num_cpu_bytes is {num_cpu_bytes}, but a window has no memory on the host here")
+        require_timeout(num_gpu_timeout_secs=num_gpu_timeout_secs)
         rendezvous = rendezvous_of(group)
         ranks = rendezvous.size()
         options = {"timeout": float(num_gpu_timeout_secs), **options}
@@ -370,7 +372,7 @@ class ElasticBuffer:
         given = (rows, scales, topk_idx, topk_weights, cumulative_local_expert_recv_stats)
         try:
             _, event = run_on_comm_stream(self.core, call, given, async_with_compute_stream, previous_event)
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             raise _WORDS.told(error) from None
         received: Received = made[0]
         if handle is None:
@@ -437,6 +439,9 @@ class ElasticBuffer:
             padded = torch.nn.functional.pad(topk_weights, (0, -core.topk % 4)).contiguous()
             return summed, combine(padded, core, num_sms=sms)[:, : core.topk].contiguous()
 
+        require_tensors(**{f"bias {i}": each for i, each in enumerate(biases)})
+        if x.dim() != 2:
+            raise ValueError(f"x has shape {list(x.shape)}, must be [rows, hidden]")
         if topk_weights is not None:
             shape = (x.shape[0],) if handle.do_expand else (x.shape[0], core.topk)
             if topk_weights.dtype != torch.float32 or topk_weights.shape != shape:
@@ -447,7 +452,7 @@ class ElasticBuffer:
         kept = (x, topk_weights, *biases, core.tensor, core.slots)
         try:
             made, event = run_on_comm_stream(self.core, call, kept, async_with_compute_stream, previous_event)
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             raise _WORDS.told(error) from None
         return made[0], made[1] if topk_weights is not None else None, ElasticEvent(event)
 
