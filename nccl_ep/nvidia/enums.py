@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from enum import IntEnum
+from typing import Any, TypeVar
+
+from ..checks import described
+
+Kind = TypeVar("Kind", bound=IntEnum)
 
 
 class Algorithm(IntEnum):
@@ -68,3 +74,12 @@ class CombineQuantizationRecipe(IntEnum):
 
     NONE = 0
     NVFP4 = 1
+
+
+def member(kind: type[Kind], name: str, value: Any) -> Kind:
+    """The value of an argument, or of a field. ValueError for one that the enumeration has not got."""
+    try:
+        return kind(operator.index(value))
+    except (TypeError, ValueError, RuntimeError):
+        known = ", ".join(each.name for each in kind)
+        raise ValueError(f"{name} is {described(value)}, must be one of {kind.__name__}: {known}") from None

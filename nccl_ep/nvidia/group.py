@@ -11,24 +11,24 @@ from typing import Any
 import torch
 
 from ..buffer import Buffer
-from ..checks import MAX_TOPK, require_within
+from ..checks import MAX_TOPK, require_bools, require_within
 from ..errors import UsageError
 from .allocator import AllocConfig
 from .communicator import rendezvous_of_communicator
-from .enums import Algorithm, Layout, OverflowPolicy, ZeroCopyMode
+from .enums import Algorithm, Layout, OverflowPolicy, ZeroCopyMode, member
 from .handle import Handle
 from .high_throughput import HighThroughput
 from .low_latency import LowLatency
 from .masks import Masks
 from .mode import Sizes
-from .structs import HandleConfig, LayoutInfo, Struct
+from .structs import HandleConfig, LayoutInfo, Struct, require_struct
 from .tensor import tensor_of
 
 _LAYOUTS = {
     Algorithm.LOW_LATENCY: (Layout.EXPERT_MAJOR, Layout.RANK_MAJOR),
     Algorithm.HIGH_THROUGHPUT: (Layout.FLAT, Layout.EXPERT_MAJOR),
 }
-_MOST = (1 << 32) - 1
+_MOST = (1 << 31) - 1
 _groups: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
 
 
@@ -88,11 +88,15 @@ class Group(Masks):
 
         Raises: ValueError for sizes that make no sense; otherwise as ``nccl_ep.Buffer``.
         """
-        is_ht = Algorithm(config.algorithm) is Algorithm.HIGH_THROUGHPUT
+        require_struct("config", config, GroupConfig)
+        algorithm = member(Algorithm, "algorithm", config.algorithm)
+        zero_copy = member(ZeroCopyMode, "zero_copy", config.zero_copy)
+        require_bools(enable_mask=config.enable_mask)
+        is_ht = algorithm is Algorithm.HIGH_THROUGHPUT
         sizes = _sizes_of(config, is_ht)
         rendezvous = rendezvous_of_communicator(comm)
         options: dict[str, Any] = {"timeout": _timeout_of(config)}
-        if is_ht and ZeroCopyMode(config.zero_copy) is not ZeroCopyMode.ON:
+        if is_ht and zero_copy is not ZeroCopyMode.ON:
             options["arena_bytes"] = 0  # the caller's tensors lie elsewhere
         buffer = Buffer.for_shapes(
             rendezvous, max_tokens=sizes.max_tokens, hidden=(config.max_token_bytes + 15) // 16 * 8,
@@ -100,7 +104,7 @@ class Group(Masks):
             mode="ht" if is_ht else "ll", enable_shrink=bool(config.enable_mask) and not is_ht, device=device,
             late_weights=True, **options,
         )  # fmt: skip
-        return cls(buffer, sizes, Algorithm(config.algorithm))
+        return cls(buffer, sizes, algorithm)
 
     def create_handle(
         self,
@@ -124,14 +128,15 @@ class Group(Masks):
     def mode_of(self, layout: Layout, config: HandleConfig | None = None) -> LowLatency | HighThroughput:
         """The operations of a handle, without a routing. Raises as ``create_handle``."""
         buffer, known = self._valid(), _LAYOUTS[self._algorithm]
+        layout, config = member(Layout, "layout", layout), HandleConfig() if config is None else config
+        require_struct("config", config, HandleConfig)
         if layout not in known:
             raise ValueError(
                 f"layout is {layout!r}, must be {' or '.join(each.name for each in known)} in {self._algorithm.name}"
             )
         if self._algorithm is Algorithm.LOW_LATENCY:
-            return LowLatency(buffer, self._sizes, Layout(layout))
-        alignment = (config or HandleConfig()).dispatch_output_per_expert_alignment
-        return HighThroughput(buffer, self._sizes, Layout(layout), alignment)
+            return LowLatency(buffer, self._sizes, layout)
+        return HighThroughput(buffer, self._sizes, layout, config.dispatch_output_per_expert_alignment)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """A tensor in the group's window, as ``nccl_ep.Buffer.empty``: rows reach it, and leave it, without a copy.
@@ -167,7 +172,7 @@ def _sizes_of(config: GroupConfig, is_ht: bool) -> Sizes:
     for name in ("max_recv_tokens_per_rank", "max_num_sms", "timeout_ns", "num_topk"):
         require_within(0, 1 << 63, **{name: getattr(config, name)})
     most, received = config.max_dispatch_tokens_per_rank, config.max_recv_tokens_per_rank
-    policy = OverflowPolicy(config.overflow_policy)
+    policy = member(OverflowPolicy, "overflow_policy", config.overflow_policy)
     if is_ht and config.max_token_bytes % 16:
         raise ValueError(f"max_token_bytes is {config.max_token_bytes}, must be a multiple of 16 in HIGH_THROUGHPUT")
     if is_ht and 0 < received < most:
@@ -176,6 +181,7 @@ def _sizes_of(config: GroupConfig, is_ht: bool) -> Sizes:
         )
     if is_ht and received == 0 and policy is OverflowPolicy.DROP:
         raise ValueError("overflow_policy is DROP with max_recv_tokens_per_rank 0: there is nothing to drop at")
+    require_struct("alloc", config.alloc, AllocConfig)
     if bool(config.alloc.alloc_fn) != bool(config.alloc.free_fn):
         raise ValueError("alloc has one of alloc_fn and free_fn, must have both or none")
     return Sizes(

@@ -18,6 +18,7 @@ from .structs import (
     DispatchInputs,
     DispatchOutputs,
     LayoutInfo,
+    require_struct,
 )
 from .tensor import tensor_of
 
@@ -63,6 +64,7 @@ class Handle:
         Raises: ValueError for what cannot be served, otherwise as ``nccl_ep.dispatch``.
         """
         mode = self._valid()
+        require_struct("layout_info", LayoutInfo() if layout_info is None else layout_info, LayoutInfo)
         ids = tensor_of(topk_idx, "topk_idx", mode.device)
         if ids.dim() != 2 or ids.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"topk_idx is {ids.dtype} {list(ids.shape)}, must be int32 or int64 [tokens, top-k]")
@@ -83,9 +85,13 @@ class Handle:
         Raises: ValueError for tensors that do not fit, before anything is sent; OverflowError where rows were dropped
         and the group's policy is TRAP; otherwise as ``nccl_ep.dispatch``.
         """
-        mode = self._valid()
+        mode, config = self._valid(), DispatchConfig() if config is None else config
+        require_struct("inputs", inputs, DispatchInputs)
+        require_struct("outputs", outputs, DispatchOutputs)
+        require_struct("config", config, DispatchConfig)
+        require_struct("layout_info", LayoutInfo() if layout_info is None else layout_info, LayoutInfo)
         with on_stream(mode.device, stream):
-            mode.dispatch(inputs, outputs, layout_info, config or DispatchConfig())
+            mode.dispatch(inputs, outputs, layout_info, config)
 
     def combine(
         self, inputs: CombineInputs, outputs: CombineOutputs, *, config: CombineConfig | None = None, stream: Any
@@ -94,13 +100,16 @@ class Handle:
 
         Raises: UsageError before a dispatch; ValueError for tensors that do not fit; otherwise as ``nccl_ep.combine``.
         """
-        mode = self._valid()
+        mode, config = self._valid(), CombineConfig() if config is None else config
+        require_struct("inputs", inputs, CombineInputs)
+        require_struct("outputs", outputs, CombineOutputs)
+        require_struct("config", config, CombineConfig)
         with on_stream(mode.device, stream):
-            mode.combine(inputs, outputs, config or CombineConfig())
+            mode.combine(inputs, outputs, config)
 
     def complete(self, *, config: int = 0, stream: Any) -> None:
         """Receives what ``send_only`` has left. Nothing to do otherwise. ValueError for a config, which is reserved."""
-        if config != 0:
+        if not isinstance(config, int) or config != 0:
             raise ValueError(f"config is {config!r}, must be 0")
         mode = self._valid()
         with on_stream(mode.device, stream):

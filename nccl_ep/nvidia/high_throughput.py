@@ -12,9 +12,9 @@ from ..checks import require_within
 from ..config import combine_numbers, dispatch_numbers
 from ..handle import Handle as Routing
 from ..handle import Layout as Rows
+from .enums import CombineQuantizationRecipe, ExpertIdKind, Layout, PassDir, member
 from .enums import DispatchQuantizationRecipe as Recipe
-from .enums import Layout, PassDir
-from .mode import Mode, Sizes
+from .mode import Mode, Sizes, kind_of
 from .outputs import exactly, ids_as_wide, new_handle, outputs_for, trap
 from .structs import (
     CombineConfig,
@@ -25,7 +25,7 @@ from .structs import (
     DispatchOutputs,
     LayoutInfo,
 )
-from .tensor import tensor_of, tensor_or_none
+from .tensor import rows_of, tensor_of, tensor_or_none
 
 _ops = torch.ops.nccl_ep
 _NO_ROWS = 8  # elements of 2 bytes: the shortest row that travels
@@ -88,15 +88,17 @@ class HighThroughput(Mode):
     def dispatch(
         self, inputs: DispatchInputs, outputs: DispatchOutputs, info: LayoutInfo | None, config: DispatchConfig
     ) -> None:
-        x = tensor_of(inputs.tokens, "inputs.tokens", self.device).contiguous()
+        x = rows_of(inputs.tokens, "inputs.tokens", self.device)
+        kind = kind_of(info)
         scales = tensor_or_none(inputs.scales, "inputs.scales", self.device)
         weights = tensor_or_none(inputs.topk_weights, "inputs.topk_weights", self.device)
-        given, recipe = self.given(outputs), Recipe(config.quantization_recipe)
+        given, recipe = self.given(outputs), member(Recipe, "quantization_recipe", config.quantization_recipe)
         if recipe is Recipe.DS_FP8E3M4:
             raise ValueError("quantization_recipe is DS_FP8E3M4, which is of low latency: give the scales, with FWD")
         if (scales is None) != (given["scales"] is None):
             raise ValueError("inputs.scales and outputs.scales: both are given, or none")
-        forward = PassDir(config.pass_direction) is PassDir.FWD
+        direction = member(PassDir, "pass_direction", config.pass_direction)
+        forward = direction is PassDir.FWD
         for name, there, must in (
             ("inputs.topk_weights", weights, forward),
             ("outputs.topk_weights", given["topk_weights"], forward),
@@ -105,16 +107,16 @@ class HighThroughput(Mode):
             if (there is not None) != must:
                 raise ValueError(
                     f"{name} is {'None' if must else 'given'} in a dispatch with pass_direction "
-                    f"{PassDir(config.pass_direction).name} and layout {self.layout.name}"
+                    f"{direction.name} and layout {self.layout.name}"
                 )
         if forward:
-            self._forward(x, scales, weights, given, info)
+            self._forward(x, scales, weights, given, kind)
         else:
             self._backward(x, scales, given)
 
     def _forward(
         self, x: torch.Tensor, scales: torch.Tensor | None, weights: torch.Tensor | None,
-        given: dict[str, torch.Tensor | None], info: LayoutInfo | None,
+        given: dict[str, torch.Tensor | None], kind: ExpertIdKind,
     ) -> None:  # fmt: skip
         buffer, sizes, ranks = self.buffer, self.sizes, self.buffer.num_ranks
         tokens = given["tokens"]
@@ -139,7 +141,7 @@ class HighThroughput(Mode):
             route, buffer._seq, len(x), topk_idx.shape[1], sizes.num_experts, sizes.max_tokens, self.rows, capacity,
             ranks, "ht", slots, self.alignment, made.tensors["topk_weights"],
         )  # fmt: skip
-        self.number_experts(None if given["topk_idx"] is None else made.tensors["topk_idx"], info)
+        self.number_experts(None if given["topk_idx"] is None else made.tensors["topk_idx"], kind)
         made.deliver()
 
     def _most_rows(self, numbers: tuple[int, ...]) -> int:
@@ -170,15 +172,17 @@ class HighThroughput(Mode):
     # ---- Combine
 
     def combine(self, inputs: CombineInputs, outputs: CombineOutputs, config: CombineConfig) -> None:
-        rows = tensor_of(inputs.tokens, "inputs.tokens", self.device).contiguous()
+        rows = rows_of(inputs.tokens, "inputs.tokens", self.device)
         to, sent = tensor_of(outputs.tokens, "outputs.tokens", self.device), self.sent
         weights = tensor_or_none(inputs.topk_weights, "inputs.topk_weights", self.device)
-        if config.quantization_recipe:
-            raise ValueError(f"quantization_recipe is {config.quantization_recipe!r}, must be NONE")
-        backward = PassDir(config.pass_direction) is PassDir.BWD
+        recipe = member(CombineQuantizationRecipe, "quantization_recipe", config.quantization_recipe)
+        if recipe is not CombineQuantizationRecipe.NONE:
+            raise ValueError(f"quantization_recipe is {recipe.name}, must be NONE")
+        direction = member(PassDir, "pass_direction", config.pass_direction)
+        backward = direction is PassDir.BWD
         if (weights is not None) != backward:
             raise ValueError(f"inputs.topk_weights is {'None' if backward else 'given'} with pass_direction "
-                             f"{PassDir(config.pass_direction).name}")  # fmt: skip
+                             f"{direction.name}")  # fmt: skip
         if rows.shape[0] > sent.capacity:
             rows = rows[: sent.capacity]
         elif rows.shape[0] < sent.capacity:  # what lies past its end is of no token

@@ -8,14 +8,16 @@ from typing import Any
 import torch
 
 from .. import _C, functional
+from ..checks import require_bools
 from ..config import dispatch_numbers
 from ..errors import UsageError
 from ..handle import Handle as Routing
+from ..handle import Layout as Rows
 from ..pending import receive_lost
-from .enums import CombineQuantizationRecipe, Layout
+from .enums import CombineQuantizationRecipe, ExpertIdKind, Layout, member
 from .enums import DispatchQuantizationRecipe as Recipe
-from .mode import Mode
-from .outputs import exactly, ids_as_wide, new_handle, outputs_for
+from .mode import Mode, kind_of
+from .outputs import Outputs, exactly, ids_as_wide, new_handle, outputs_for
 from .structs import (
     CombineConfig,
     CombineInputs,
@@ -25,7 +27,7 @@ from .structs import (
     DispatchOutputs,
     LayoutInfo,
 )
-from .tensor import tensor_of, tensor_or_none
+from .tensor import rows_of, tensor_of, tensor_or_none
 
 _ops = torch.ops.nccl_ep
 _QUANTS = ("fp8", "fp8_rounded")  # by round_scales
@@ -47,11 +49,13 @@ class LowLatency(Mode):
     ) -> None:
         self._require_received()
         by_rank = self.layout is Layout.RANK_MAJOR
-        x = tensor_of(inputs.tokens, "inputs.tokens", self.device).contiguous()
+        x = rows_of(inputs.tokens, "inputs.tokens", self.device)
+        kind = kind_of(info)
         weights = tensor_of(inputs.topk_weights, "inputs.topk_weights", self.device) if by_rank else None
         scales = tensor_or_none(inputs.scales, "inputs.scales", self.device)
         given = self.given(outputs)
-        recipe = Recipe(config.quantization_recipe)
+        recipe = member(Recipe, "quantization_recipe", config.quantization_recipe)
+        require_bools(round_scales=config.round_scales, send_only=config.send_only)
         _check_recipe(recipe, scales, given["scales"], config)
         quant = _QUANTS[bool(config.round_scales)] if recipe is Recipe.DS_FP8E3M4 else None
         counter = self._counter(info, given)
@@ -61,14 +65,15 @@ class LowLatency(Mode):
             "max_tokens": self.sizes.max_tokens, "quant": quant, "num_sms": self.sizes.num_sms,
         }  # fmt: skip
         if not config.send_only:
-            self._dispatch(x, scales, topk_idx, weights, given, counter, info, **shape)
+            self._dispatch(x, scales, topk_idx, weights, given, counter, kind, **shape)
             return
+        self._outputs(x, scales, topk_idx, given, **shape)  # what does not fit is refused before anything is sent
         pending = functional.dispatch_send(x, topk_idx, weights, buffer=self.buffer, scales=scales, **shape)
 
         def receive() -> None:
             out = pending.receive()
             self._sent = out.handle
-            self.number_experts(out.topk_idx, info)
+            self.number_experts(out.topk_idx, kind)
             made = {"tokens": out.x, "scales": out.scales, "topk_weights": out.weights, "topk_idx": out.topk_idx}
             for name, source in made.items():
                 if source is not None and (to := given[name]) is not None:
@@ -79,15 +84,11 @@ class LowLatency(Mode):
 
     def _dispatch(
         self, x: torch.Tensor, scales: torch.Tensor | None, topk_idx: torch.Tensor, weights: torch.Tensor | None,
-        given: dict[str, torch.Tensor | None], counter: torch.Tensor | None, info: LayoutInfo | None, *,
-        num_experts: int, layout: str, max_tokens: int, quant: str | None, num_sms: int,
+        given: dict[str, torch.Tensor | None], counter: torch.Tensor | None, kind: ExpertIdKind, **shape: Any,
     ) -> None:  # fmt: skip
         buffer, topk, ranks = self.buffer, topk_idx.shape[1], self.buffer.num_ranks
-        _, rows, _, _, numbers = dispatch_numbers(
-            num_experts, "ll", layout, max_tokens, None, 1, quant, False, num_sms, topk, 0, ranks, buffer.ll_max_tokens
-        )
-        capacity = ranks * max_tokens if layout == "expert_major" else max_tokens
-        made = outputs_for(buffer, numbers, capacity, x, scales, topk_idx, given)
+        num_experts, max_tokens = shape["num_experts"], shape["max_tokens"]
+        made, rows, capacity, numbers = self._outputs(x, scales, topk_idx, given, **shape)
         handle = new_handle(x, _C.handle_size(numbers, ranks, len(x)))
         to = made.tensors
         with self.told():
@@ -100,9 +101,23 @@ class LowLatency(Mode):
             handle, buffer._seq, len(x), topk, num_experts, max_tokens, rows, capacity, ranks,
             weights=to["topk_weights"],
         )  # fmt: skip
-        self.number_experts(to["topk_idx"], info)
+        self.number_experts(to["topk_idx"], kind)
         made.deliver()
         count(to["info"], counter)
+
+    def _outputs(
+        self, x: torch.Tensor, scales: torch.Tensor | None, topk_idx: torch.Tensor,
+        given: dict[str, torch.Tensor | None], *, num_experts: int, layout: str, max_tokens: int, quant: str | None,
+        num_sms: int,
+    ) -> tuple[Outputs, Rows, int, tuple[int, ...]]:  # fmt: skip
+        """Where results go, their layout, capacity, the call's numbers. ValueError for what does not fit."""
+        buffer, ranks = self.buffer, self.buffer.num_ranks
+        _, rows, _, _, numbers = dispatch_numbers(
+            num_experts, "ll", layout, max_tokens, None, 1, quant, False, num_sms, topk_idx.shape[1], 0, ranks,
+            buffer.ll_max_tokens,
+        )  # fmt: skip
+        capacity = ranks * max_tokens if layout == "expert_major" else max_tokens
+        return outputs_for(buffer, numbers, capacity, x, scales, topk_idx, given), rows, capacity, numbers
 
     def _counter(self, info: LayoutInfo | None, given: dict[str, torch.Tensor | None]) -> torch.Tensor | None:
         """Of experts, or of source ranks."""
@@ -123,7 +138,9 @@ class LowLatency(Mode):
         self._require_received()
         rows = tensor_of(inputs.tokens, "inputs.tokens", self.device).contiguous()
         to, sent = tensor_of(outputs.tokens, "outputs.tokens", self.device), self.sent
-        if CombineQuantizationRecipe(config.quantization_recipe) is not CombineQuantizationRecipe.NONE:
+        recipe = member(CombineQuantizationRecipe, "quantization_recipe", config.quantization_recipe)
+        require_bools(send_only=config.send_only)
+        if recipe is not CombineQuantizationRecipe.NONE:
             raise ValueError("quantization_recipe is NVFP4: nccl_ep sends sums in the dtype of the rows, must be NONE")
         weights = None
         if self.layout is Layout.EXPERT_MAJOR:

@@ -13,7 +13,7 @@ from ..buffer import Buffer
 from ..checks import error_of
 from ..errors import UsageError
 from ..handle import Handle as Routing
-from .enums import ExpertIdKind, Layout
+from .enums import ExpertIdKind, Layout, member
 from .outputs import exactly
 from .structs import DispatchOutputs, LayoutInfo
 from .tensor import tensor_or_none
@@ -28,6 +28,12 @@ class Sizes:
     max_received: int = 0
     num_sms: int = 0
     drops: bool = False
+
+
+def kind_of(info: LayoutInfo | None) -> ExpertIdKind:
+    """Of a dispatch. To be asked before anything is sent."""
+    kind = ExpertIdKind.AUTO if info is None else info.recv_topk_idx_kind
+    return member(ExpertIdKind, "layout_info.recv_topk_idx_kind", kind)
 
 
 class Mode:
@@ -80,9 +86,8 @@ class Mode:
             )
         return given[:length]
 
-    def number_experts(self, topk_idx: torch.Tensor | None, info: LayoutInfo | None) -> None:
+    def number_experts(self, topk_idx: torch.Tensor | None, kind: ExpertIdKind) -> None:
         """Within all, where the caller wants that; -1 stays."""
-        kind = ExpertIdKind.AUTO if info is None else ExpertIdKind(info.recv_topk_idx_kind)
         first = self.buffer.rank * self.local_experts
         if topk_idx is not None and kind is ExpertIdKind.GLOBAL and first:
             topk_idx.add_((topk_idx >= 0).to(topk_idx.dtype), alpha=first)

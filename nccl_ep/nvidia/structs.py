@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ..checks import described
 from .enums import CombineQuantizationRecipe, DispatchQuantizationRecipe, ExpertIdKind, PassDir
 from .tensor import Tensor
 
@@ -31,6 +32,12 @@ class _Quantizing(Struct):
     @quant_recipe.setter
     def quant_recipe(self, recipe: Any) -> None:
         self.quantization_recipe = recipe
+
+
+def require_struct(name: str, given: Any, kind: type) -> None:
+    """TypeError for another struct, or none."""
+    if not isinstance(given, kind):
+        raise TypeError(f"{name} is {described(given)}, must be a {kind.__name__} of nccl.ep")
 
 
 @dataclass(kw_only=True)

@@ -59,12 +59,12 @@ class Tensor:
         if not self._sizes:
             raise ValueError("a Tensor has at least one dimension")
 
-    def on(self, device: torch.device) -> torch.Tensor:
+    def on(self, device: torch.device, name: str = "a Tensor") -> torch.Tensor:
         """As torch has it, on a device. ValueError for a tensor on another one."""
         if self._tensor is None:
             self._tensor = _tensor_at(self._address, self._dtype, self._sizes, device)
         if self._tensor.device != device:
-            raise ValueError(f"a Tensor is on {self._tensor.device}, its group on {device}")
+            raise ValueError(f"{name} is on {self._tensor.device}, its group on {device}")
         return self._tensor
 
     @property
@@ -100,6 +100,8 @@ class Tensor:
 
 def _tensor_of(buffer: Any) -> torch.Tensor:
     if isinstance(buffer, torch.Tensor):
+        if buffer.layout != torch.strided or buffer.is_nested or buffer.is_quantized:
+            raise ValueError(f"buffer is a {buffer.layout} tensor of {buffer.dtype}, must be a strided one of numbers")
         return buffer.detach()
     if hasattr(buffer, "__dlpack__"):
         return from_dlpack(buffer)
@@ -131,7 +133,15 @@ def tensor_of(given: Any, name: str, device: torch.device) -> torch.Tensor:
         raise ValueError(f"{name} is None, must be a Tensor")
     if not isinstance(given, Tensor):
         raise TypeError(f"{name} is a {type(given).__name__}, must be a nccl.ep.Tensor")
-    return given.on(device)
+    return given.on(device, name)
+
+
+def rows_of(given: Any, name: str, device: torch.device) -> torch.Tensor:
+    """``tensor_of``, contiguous, of two dimensions."""
+    rows = tensor_of(given, name, device)
+    if rows.dim() != 2:
+        raise ValueError(f"{name} has shape {list(rows.shape)}, must be [tokens, hidden]")
+    return rows.contiguous()
 
 
 def tensor_or_none(given: Any, name: str, device: torch.device) -> torch.Tensor | None:

@@ -125,7 +125,9 @@ def imbalance(weight: torch.Tensor, physical_to_logical_map: torch.Tensor, num_g
             f"weight has shape {list(weight.shape)}, physical_to_logical_map {list(physical_to_logical_map.shape)}: "
             "both must have a dimension of experts"
         )
-    layers = torch.broadcast_shapes(weight.shape[:-1], physical_to_logical_map.shape[:-1])
+    layers = torch.broadcast_shapes(  # type: ignore[no-untyped-call]
+        weight.shape[:-1], physical_to_logical_map.shape[:-1]
+    )
     weight, physical_to_logical_map = weight.expand(*layers, -1), physical_to_logical_map.expand(*layers, -1)
     experts, places = weight.shape[-1], physical_to_logical_map.shape[-1]
     if places % num_gpus:

@@ -60,7 +60,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"algorithm": HT, "max_recv_tokens_per_rank": 3}, "max_recv_tokens_per_rank is 3, must be at least"),
     ({"algorithm": HT, "overflow_policy": ep.OverflowPolicy.DROP}, "overflow_policy is DROP with"),
     ({"alloc": ep.AllocConfig(alloc_fn=1)}, "has one of alloc_fn and free_fn"),
-    ({"algorithm": 2}, "2 is not a valid Algorithm"),
+    ({"algorithm": 2}, "algorithm is 2, must be one of Algorithm: LOW_LATENCY, HIGH_THROUGHPUT"),
+    ({"algorithm": "ll"}, "algorithm is 'll', must be one of Algorithm"),
+    ({"zero_copy": torch.ones(2)}, "zero_copy is a Tensor, must be one of ZeroCopyMode"),
+    ({"overflow_policy": None}, "overflow_policy is None, must be one of OverflowPolicy"),
 ]
 
 

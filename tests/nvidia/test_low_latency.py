@@ -231,6 +231,66 @@ def test_what_does_not_fit_is_refused(wrong: dict[str, Any], text: str) -> None:
             )  # fmt: skip
 
 
+def test_what_is_sent_alone_is_checked_before() -> None:
+    """Else the results would be lost when it is complete."""
+    with alone() as owner:
+        mine = tokens_of(0)
+        handle = owner.create_handle(ep.Layout.EXPERT_MAJOR, Tensor(mine.ids), stream=0)
+        counters = Tensor(torch.zeros(EXPERTS, dtype=torch.int32))
+        info = ep.LayoutInfo(expert_counters=counters)
+        odd = ep.LayoutInfo(expert_counters=counters, recv_topk_idx_kind=7)  # type: ignore[arg-type]
+        whole = ep.DispatchOutputs(tokens=Tensor(torch.zeros(EXPERTS, MOST, HIDDEN, dtype=BF16)))
+        short = ep.DispatchOutputs(tokens=Tensor(torch.zeros(EXPERTS, MOST - 1, HIDDEN, dtype=BF16)))
+        config = ep.DispatchConfig(send_only=1)
+        for outputs, said, text in (
+            (short, info, r"outputs.tokens is torch.bfloat16 \[\d+, \d+, 512\], must be"),
+            (whole, odd, "layout_info.recv_topk_idx_kind is 7, must be one of ExpertIdKind"),
+        ):
+            for each in (config, None):
+                with pytest.raises(ValueError, match=text):
+                    handle.dispatch(
+                        ep.DispatchInputs(tokens=Tensor(mine.x)), outputs, layout_info=said, config=each, stream=0
+                    )
+        assert owner.buffer.stats()["calls"]["dispatch"] == 0
+        handle.dispatch(ep.DispatchInputs(tokens=Tensor(mine.x)), whole, layout_info=info, config=config, stream=0)
+        handle.complete(stream=0)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda h, o: h.dispatch(None, ep.DispatchOutputs(), stream=0), "inputs is None, must be a DispatchInputs"),
+        (lambda h, o: h.dispatch(ep.DispatchInputs(), {}, stream=0), "outputs is a dict, must be a DispatchOutputs"),
+        (
+            lambda h, o: h.dispatch(ep.DispatchInputs(), ep.DispatchOutputs(), config=1, stream=0),
+            "config is 1, must be a DispatchConfig",
+        ),
+        (
+            lambda h, o: h.dispatch(ep.DispatchInputs(), ep.DispatchOutputs(), layout_info=[], stream=0),
+            "layout_info is a list, must be a LayoutInfo",
+        ),
+        (lambda h, o: h.combine(ep.DispatchInputs(), ep.CombineOutputs(), stream=0), "inputs is a DispatchInputs, m"),
+        (lambda h, o: o.create_handle(7, Tensor(tokens_of(0).ids), stream=0), "layout is 7, must be one of Layout"),
+        (
+            lambda h, o: h.dispatch(
+                ep.DispatchInputs(tokens=Tensor(torch.zeros(8))), ep.DispatchOutputs(), stream=0
+            ),
+            r"inputs.tokens has shape \[8\], must be \[tokens, hidden\]",
+        ),
+        (
+            lambda h, o: h.update(Tensor(tokens_of(0).ids.to("meta")), stream=0),
+            "topk_idx is on meta, its group on cpu",
+        ),
+        (lambda h, o: Tensor(torch.eye(2).to_sparse()), "buffer is a torch.sparse_coo tensor of torch.float32"),
+    ],
+)  # fmt: skip
+def test_what_is_of_another_kind_is_named(call: Any, text: str) -> None:
+    with alone() as owner:
+        handle = owner.create_handle(ep.Layout.EXPERT_MAJOR, Tensor(tokens_of(0).ids), stream=0)
+        with pytest.raises((TypeError, ValueError), match=text):
+            call(handle, owner)
+
+
 def test_calls_at_the_wrong_time() -> None:
     with alone() as owner:
         mine = tokens_of(0)
