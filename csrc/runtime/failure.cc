@@ -80,11 +80,14 @@ std::string describe(const OpHeader& header) {
       operation == Operation::kDispatch || (operation >= Operation::kHtDispatch && operation <= Operation::kHtCached);
   if (is_dispatch) {
     const uint32_t metadata = header.word(OpHeader::kScaleBytes), order = metadata >> OpHeader::kMetadataBits;
-    text += concat(", quant ", name_of(field<Quant>(header, 16, 3)), ", ",
+    text += concat(", quant ", name_of(field<Quant>(header, 16, static_cast<int>(Quant::kNvfp4Swizzled))), ", ",
                    metadata & ((1u << OpHeader::kMetadataBits) - 1), " bytes of scales a row");
     if (order != 0) text += concat(" and extra tensors, order ", order);
   } else {
     text += concat(", wire ", name_of(field<DType>(header, 24, static_cast<int>(DType::kLogFmt))));
+    if (header.word(OpHeader::kScaleBytes) != 0 && operation != Operation::kHtCombineWeights) {
+      text += ", with a scalar for each choice, as gradients of weights are";
+    }
   }
   return text + ")";
 }

@@ -32,6 +32,8 @@ CALLS: list[tuple[dict[str, Any], str, str]] = [
     ({"dtype": torch.uint8}, r"dispatch\(bf16", r"dispatch\(8 bits"),
     ({"quant": "fp8"}, "quant none", "quant fp8"),
     ({"quant": "fp8_ue8m0"}, "quant none", "quant fp8_ue8m0"),
+    ({"quant": "mxfp8"}, "quant none", "quant mxfp8"),
+    ({"quant": "nvfp4_swizzled"}, "quant none", "quant nvfp4_swizzled"),
     ({"max_tokens": 7}, "max_tokens 8", "max_tokens 7"),
     ({"experts": 6}, "4 experts", "6 experts"),
     ({"scales": 3}, "0 bytes of scales", "12 bytes of scales"),
@@ -120,6 +122,27 @@ def test_ranks_with_different_combines_are_told_both(
         (odd if is_odd else usual)(out)
 
     _expect_mismatch(num_ranks, domain_size, call, mine, other)
+
+
+def test_a_combine_that_brings_gradients_of_weights_is_another_call() -> None:
+    """Of ranks that want unequal gradients in high throughput, the backward passes are unequal."""
+
+    def body(group: ThreadGroup) -> str:
+        with nccl_ep.Buffer.for_shapes(
+            group, max_tokens=7, hidden=64, topk=2, num_experts=4, dtype=torch.float32, mode="ht", device="cpu",
+            timeout=PATIENCE,
+        ) as buffer:  # fmt: skip
+            x = torch.ones(7, 64).requires_grad_()
+            weights = torch.ones(7, 2).requires_grad_(group.rank() == 0)
+            out = nccl_ep.dispatch(
+                x, torch.arange(2).repeat(7, 1), weights, buffer=buffer, num_experts=4, mode="ht", layout="packed"
+            )
+            with pytest.raises(nccl_ep.MismatchError) as caught:
+                nccl_ep.combine(out.x, out.handle).sum().backward()
+            return str(caught.value)
+
+    for text in run_ranks(2, body):
+        assert text.count("with a scalar for each choice, as gradients of weights are") == 1
 
 
 @pytest.mark.parametrize(
