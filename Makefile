@@ -42,6 +42,7 @@ demo: extension
 TEST_JOBS ?= $(shell echo $$((2 * $(JOBS) < 16 ? 2 * $(JOBS) : $(JOBS))))
 quick_tests := -m pytest -m "not slow" -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 
+test: export OMP_NUM_THREADS ?= 1
 test: build
 	$(ctest) build/dev
 	python $(quick_tests)
@@ -78,10 +79,11 @@ bench: extension
 	echo '$(CURDIR)' > "$$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nccl_ep_source.pth"
 	touch $@
 
-# CMake configures again by itself when its files change, ninja builds what changed.
+# CMake configures again by itself when its files change, ninja builds what changed. Of CPU ranks alone nobody measures
+# the speed: they are quick to build.
 build/dev/build.ninja: .venv/ready
 	cmake -S . -B build/dev -G Ninja -DNCCL_EP_CUDA=$(NCCL_EP_CUDA) -DPython_EXECUTABLE=$(CURDIR)/.venv/bin/python \
-	    $(CMAKE_FLAGS)
+	    $(if $(filter OFF,$(NCCL_EP_CUDA)),-DCMAKE_CXX_FLAGS_RELEASE="-O1 -DNDEBUG") $(CMAKE_FLAGS)
 
 build_in = cmake --build build/$(1) --parallel $(JOBS) $(if $(2),--target $(2))
 say_without_cuda = @! grep -q '^NCCL_EP_CUDA:STRING=OFF' build/dev/CMakeCache.txt || \

@@ -3,12 +3,13 @@ imported for it: that takes 2 s, and only a compiler needs it."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
 import weakref
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -18,12 +19,30 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 _DYNAMO = "torch._dynamo"
 _has_dynamo = _DYNAMO in sys.modules
 _unmarked: list[tuple[weakref.ref[torch.Tensor], bool]] = []
+_uncompiled: list[Callable[[], None]] = []
 
 
 def constant(function: Function) -> Function:
     """As ``torch.compiler.assume_constant_result``: to a trace, what the function returns is a constant."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def uncompiled(function: Function) -> Function:
+    """As ``torch.compiler.disable``: torch.compile leaves the function as it is; with fullgraph=True it refuses it."""
+    called = [function]
+
+    def disable() -> None:
+        called[0] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return called[0](*args, **kwargs)
+
+    _uncompiled.append(disable)
+    if _has_dynamo:
+        _mark_all()
+    return cast(Function, call)
 
 
 def mark_tokens(*tensors: torch.Tensor, dim: int | Sequence[int] = 0) -> None:
@@ -76,6 +95,8 @@ def _mark(tensor: torch.Tensor, is_seq: bool) -> None:
 def _mark_all() -> None:
     from torch._dynamo import mark_dynamic, mark_static, mark_static_address
 
+    while _uncompiled:
+        _uncompiled.pop()()
     while _unmarked:
         ref, is_seq = _unmarked.pop()
         tensor = ref()

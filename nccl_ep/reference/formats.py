@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .uncompiled import uncompiled
+from ..marks import uncompiled
 
 QUANT_MODES = ("fp8", "fp8_rounded", "fp8_ue8m0")
 BLOCK_MODES = ("mxfp8", "mxfp8_swizzled", "nvfp4", "nvfp4_swizzled")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..marks import uncompiled
 from .formats import (
     WIRE_FORMATS,
     compact,
@@ -15,7 +16,6 @@ from .formats import (
     rounded_to_wire,
 )
 from .places import Placement, local_ids, place_by_expert, place_by_rank, reached_by, routing_of, stack
-from .uncompiled import uncompiled
 
 EXPERT_LAYOUTS = ("expert_major", "packed")
 RANK_LAYOUTS = ("rank_major", "flat")

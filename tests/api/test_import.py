@@ -14,7 +14,9 @@ import sys, time, torch
 begin = time.process_time()
 import nccl_ep
 buffer = {BUFFER}
-print(time.process_time() - begin, "torch._dynamo" in sys.modules, "sympy" in sys.modules)
+seconds = time.process_time() - begin
+import nccl_ep.deep_ep, nccl_ep.reference
+print(seconds, "torch._dynamo" in sys.modules, "sympy" in sys.modules)
 """
 MARKS = f"""
 import torch, nccl_ep
@@ -31,6 +33,23 @@ torch._dynamo.mark_dynamic(given, 0)
 torch._dynamo.mark_static(given, [1, 2, 3])
 torch._dynamo.mark_static_address(given, guard=False)
 assert marks(early._seq) == marks(late._seq) == marks(given) != {{}}, (marks(early._seq), marks(late._seq))
+"""
+
+
+ORACLE = """
+import torch
+from nccl_ep import reference
+x = torch.ones(2, 128)
+plain = reference.quantize_fp8(x, "fp8")
+import torch._dynamo
+def twice(x):
+    return reference.quantize_fp8(x + 0, "fp8")
+assert all(map(torch.equal, torch.compile(twice, backend="eager")(x), plain))
+torch._dynamo.reset()
+try:
+    torch.compile(twice, backend="eager", fullgraph=True)(x)
+except torch._dynamo.exc.Unsupported:
+    print("refused")
 """
 
 
@@ -51,3 +70,7 @@ def test_it_costs_little_beyond_torch_and_brings_no_compiler() -> None:
 
 def test_buffers_are_marked_for_a_compiler_that_comes_later() -> None:
     run(MARKS)
+
+
+def test_the_oracle_is_kept_from_a_compiler_that_comes_later() -> None:
+    assert run(ORACLE).split() == ["refused"]
