@@ -13,7 +13,7 @@ from .errors import EpError, MismatchError, OverflowError, SystemError, TimeoutE
 from .events import EventHandle, EventOverlap
 from .functional import KEEP_PROGRAM_ORDER, combine, combine_send, combine_weights, dispatch, dispatch_send
 from .handle import DispatchOutput, Handle, Layout, Quant
-from .high_throughput import Payload, dispatch_cached
+from .high_throughput import Payload, dispatch_cached, dispatch_cached_send
 from .marks import mark_tokens
 from .pending import Pending
 from .prometheus import metrics
@@ -53,6 +53,7 @@ __all__ = [
     "combine_weights",
     "dispatch",
     "dispatch_cached",
+    "dispatch_cached_send",
     "dispatch_send",
     "install_as_deep_ep",
     "install_as_nccl_ep",

@@ -10,12 +10,15 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from . import _C
+from .arrivals import Arrivals, announced, require_arrivals
 from .buffer import Buffer, empty_on, find_buffer
 from .checks import error_of, require_extras, require_on, require_tensors
 from .choices import QuantName
 from .config import Numbers, cached_numbers
 from .errors import UsageError
+from .events import run_on_comm_stream
 from .handle import EXACT, DispatchOutput, Handle, require_handle, tensor_told
+from .pending import Pending
 
 _ops = torch.ops.nccl_ep
 _ht_dispatch, _ht_dispatch_out = _ops.ht_dispatch.default, _ops.ht_dispatch_out.default  # look-ups spared
@@ -123,14 +126,15 @@ def dispatch_cached(
     zero_padding: bool = False,
     out: Payload | None = None,
     num_sms: int = 0,
+    arrivals: Arrivals | None = None,
 ) -> Payload:
     """Sends another payload along the routes of a high-throughput dispatch, any number of times. Collective.
 
     It is the backward of ``combine``: gradients of the sums go where the rows came from.
 
     Args:
-        x: [T, H] for the T tokens of that dispatch; any H and dtype. extra, scales, quant, zero_padding, num_sms: as in
-            ``dispatch``.
+        x: [T, H] for the T tokens of that dispatch; any H and dtype. extra, scales, quant, zero_padding, num_sms,
+            arrivals: as in ``dispatch``.
         handle: of a dispatch in mode "ht". Its rows go to the same places; rows that were dropped are dropped again.
         out: of an earlier call with the same sizes, whose tensors are written again.
 
@@ -138,25 +142,96 @@ def dispatch_cached(
 
     Source: DeepEP's ``dispatch(handle=)``, NCCL EP's dispatch with ``pass_direction`` BWD.
     """
-    require_handle(handle)
-    require_tensors(x=x)
-    buffer, slots = ht_handle(handle)
-    seq = handle.seq
-    require_on(seq, ("x", "scales", "handle", "handle"), (x, scales, handle.tensor, slots))
-    if type(extra) is not tuple or extra:
-        require_extras(seq, extra)
-    call = (
-        seq, [x, *extra], scales, handle.tensor, slots, handle.num_tokens, handle.capacity,
-        cached_numbers(handle, quant, zero_padding, num_sms),
-    )  # fmt: skip
+    call = _CachedCall.of(x, handle, extra, scales, quant, zero_padding, num_sms, arrivals)
     try:
-        if out is not None:
-            return _cached_into(seq, out, call)
-        moved, moved_scales, *moved_extra = (_ht_cached if is_dynamo_compiling() else _ht_cached_packed)(*call)
+        if arrivals is None:
+            return call.run(out)
+        arrivals.begin()
+        with announced(arrivals):
+            return call.run(out)
     except RuntimeError as error:
-        raise error_of(buffer, error) from error
-    has_scales = scales is not None or quant is not None
-    return Payload(moved, moved_scales if has_scales else None, tuple(moved_extra[: len(extra)]))
+        raise error_of(call.buffer, error) from error
+
+
+def dispatch_cached_send(
+    x: torch.Tensor,
+    handle: Handle,
+    *,
+    extra: Sequence[torch.Tensor] = (),
+    scales: torch.Tensor | None = None,
+    quant: QuantName | None = None,
+    zero_padding: bool = False,
+    num_sms: int = 0,
+    arrivals: Arrivals | None = None,
+) -> Pending[Payload]:
+    """``dispatch_cached`` on the buffer's own stream, as ``dispatch_send(async_finish=True)`` runs a dispatch.
+
+    ``receive()`` gives the payload. With ``arrivals``, ``early_output`` is the payload whose rows are still coming.
+
+    Raises: as ``dispatch_cached``.
+    """
+    call = _CachedCall.of(x, handle, extra, scales, quant, zero_padding, num_sms, arrivals)
+
+    def send() -> tuple[torch.Tensor, ...]:
+        with announced(arrivals):
+            return call.send()
+
+    if arrivals is not None:
+        arrivals.begin()
+    inputs = (x, scales, handle.tensor, handle.slots, *extra)
+    try:
+        received, event = run_on_comm_stream(call.buffer, send, inputs, True)
+    except RuntimeError as error:
+        raise error_of(call.buffer, error) from error
+    return Pending(lambda: call.payload(received), event, is_early=arrivals is not None)
+
+
+@dataclass(slots=True, eq=False)
+class _CachedCall:
+    """A cached dispatch, checked. args: of the op. buffer: None where a compiler traces."""
+
+    buffer: Buffer | None
+    args: tuple[Any, ...]
+    num_extra: int
+    has_scales: bool
+
+    @staticmethod
+    def of(
+        x: torch.Tensor,
+        handle: Handle,
+        extra: Sequence[torch.Tensor],
+        scales: torch.Tensor | None,
+        quant: QuantName | None,
+        zero_padding: bool,
+        num_sms: int,
+        arrivals: Arrivals | None,
+    ) -> _CachedCall:
+        require_handle(handle)
+        require_tensors(x=x)
+        buffer, slots = ht_handle(handle)
+        seq = handle.seq
+        if arrivals is not None and buffer is not None:
+            require_arrivals(arrivals, buffer)
+        require_on(seq, ("x", "scales", "handle", "handle"), (x, scales, handle.tensor, slots))
+        if type(extra) is not tuple or extra:
+            require_extras(seq, extra)
+        args = (
+            seq, [x, *extra], scales, handle.tensor, slots, handle.num_tokens, handle.capacity,
+            cached_numbers(handle, quant, zero_padding, num_sms),
+        )  # fmt: skip
+        return _CachedCall(buffer, args, len(extra), scales is not None or quant is not None)
+
+    def run(self, out: Payload | None) -> Payload:
+        return self.payload(self.send()) if out is None else _cached_into(self.args[0], out, self.args)
+
+    def send(self) -> tuple[torch.Tensor, ...]:
+        """What the op returns."""
+        made: tuple[torch.Tensor, ...] = (_ht_cached if is_dynamo_compiling() else _ht_cached_packed)(*self.args)
+        return made
+
+    def payload(self, received: tuple[torch.Tensor, ...]) -> Payload:
+        moved, scales, *extra = received
+        return Payload(moved, scales if self.has_scales else None, tuple(extra[: self.num_extra]))
 
 
 def _cached_into(seq: torch.Tensor, out: Payload, call: tuple[Any, ...]) -> Payload:

@@ -96,6 +96,12 @@ def dispatch_into(
     if mode == "ht":
         return case.send(buffer, out=out, arrivals=arrivals)
     given = case.given_on(buffer)
+    if mode == "cached":
+        nccl_ep.dispatch_cached(
+            given.x, out.handle, scales=given.scales, quant=case.case.quant, zero_padding=case.case.zero_padding,  # type: ignore[arg-type]
+            out=nccl_ep.Payload(out.x, out.scales), arrivals=arrivals,
+        )  # fmt: skip
+        return out
     shape = nccl_ep.calls.DispatchCall.of(
         given.x, given.topk_idx, given.topk_weights, given.scales, (), buffer,
         *[case.case.dispatch_kwargs()[name] for name in ("num_experts",)], "ll", case.case.layout,  # type: ignore[arg-type]
@@ -115,14 +121,14 @@ def dispatch_into(
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("num_ranks", [1, 3])
-@pytest.mark.parametrize("mode", ["ll", "ht"])
+@pytest.mark.parametrize("mode", ["ll", "ht", "cached"])
 def test_words_come_behind_their_rows(mode: str, num_ranks: int, name: str) -> None:
     """Several dispatches announce in the same memory, which nobody clears."""
     case = Expected(plain_case(num_ranks, max_tokens=12, tokens=(12,) * num_ranks, **CASES[name]))
 
     def body(group: ThreadGroup) -> None:
         with buffer_of(case, group) as buffer:
-            out = case.send(buffer, mode=mode)
+            out = case.send(buffer, mode="ht" if mode == "cached" else mode)
             rows_per_block = 2 if name == "packed" else 4
             blocks = blocks_of(case.case, out, rows_per_block)
             arrivals = Arrivals(buffer, blocks=blocks + 1, rows_per_block=rows_per_block)
@@ -203,6 +209,27 @@ def test_output_before_it_is_complete(alone: tuple[Expected, nccl_ep.Buffer], mo
     with pytest.raises(nccl_ep.UsageError, match="early_output is of a dispatch with async_finish and arrivals"):
         plain.early_output  # noqa: B018
     plain.receive()
+
+
+def test_payload_before_it_is_complete(alone: tuple[Expected, nccl_ep.Buffer]) -> None:
+    case, buffer = alone
+    x, arrivals = case.given_on(buffer).x, Arrivals(buffer, blocks=4, rows_per_block=4)
+    out = case.send(buffer, mode="ht")
+    pending = nccl_ep.dispatch_cached_send(x, out.handle, arrivals=arrivals)
+    early = pending.early_output
+    assert sum(block.rows for block in arrivals.await_blocks(WAIT)) == int(out.counts.sum())
+    assert pending.receive() is early
+    for block in arrivals.await_blocks(WAIT):
+        here = slice(block.first, block.first + block.rows)
+        assert torch.equal(early.x.view(-1, x.shape[1])[here], out.x.view(-1, x.shape[1])[here])
+    assert (
+        nccl_ep.dispatch_cached_send(x, out.handle, scales=x.float()[:, :4].contiguous()).receive().scales is not None
+    )
+    small = Arrivals(buffer, blocks=3, rows_per_block=4)
+    with pytest.raises(ValueError, match="arrivals have room for 3 blocks of 4 rows, the output has 4"):
+        nccl_ep.dispatch_cached_send(x, out.handle, arrivals=small)
+    nccl_ep.dispatch_cached(x, out.handle)  # the refused call has left nothing behind
+    assert not small.words.any()
 
 
 @pytest.mark.parametrize("mode", ["ll", "ht"])

@@ -2,6 +2,7 @@
 // thread.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 
 #include "runtime/common/arrivals.h"
@@ -10,18 +11,20 @@ namespace ep {
 
 class CpuArrivals {
  public:
-  // `info`: of the operation, filled. Nothing is told where nobody asks.
-  CpuArrivals(const Arrivals& arrivals, const OutputShape& output, const int32_t* info)
+  // `demand`: of each local expert, also what does not fit. Nothing is told where nobody asks.
+  CpuArrivals(const Arrivals& arrivals, const OutputShape& output, const int32_t* demand)
       : arrivals_(arrivals), output_(output) {
     if (arrivals_.state == nullptr) return;
     expected_ = *arrivals_.header(Arrivals::kExpected);
     back_ = arrivals_.blocks_of(output);
-    const int32_t* starts = info + output.offsets_at();
-    const bool is_packed = output.layout == OutputLayout::kPacked;
+    int64_t start = 0;  // of packed rows
     for (int e = 0; e < output.local_experts; e++) {
-      plan(e, is_packed ? starts[e] : 0, is_packed ? starts[e + 1] : 0, info[e]);
+      const int wanted = std::max(demand[e], 0);
+      const int64_t next = start + output.span(wanted);
+      plan(e, start, next, static_cast<int>(output.kept(start, wanted)));
+      start = next;
     }
-    if (is_packed) plan(-1, starts[output.local_experts], output.capacity, 0);
+    if (output.layout == OutputLayout::kPacked) plan(-1, start, output.capacity, 0);
   }
   // All of a row lies at its place.
   void place(int32_t row) {

@@ -18,7 +18,7 @@ class Received {
       : p_(p),
         exchange_(exchange),
         is_filled_(p.options.zero_padding ? p.output.rows() : 0, 0),
-        arrivals_(p.arrivals, p.output, p.info) {}
+        arrivals_(p.arrivals, p.output, p.handle.expert_counts) {}
 
   void place() {
     if (sends_metadata(p_.variant)) {

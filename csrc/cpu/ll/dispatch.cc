@@ -154,7 +154,7 @@ void receive_rows(const LlDispatchParams& p, Exchange& exchange, const Routing& 
   const bool expert_rows = has_expert_rows(p.output.layout);
   Words words(p.row.wire_bytes() / 4);
   std::vector<char> is_filled(p.options.zero_padding ? p.output.rows() : 0, 0);
-  CpuArrivals arrivals(p.arrivals, p.output, p.info);
+  CpuArrivals arrivals(p.arrivals, p.output, p.info + p.output.demand_at());
   for (int source = 0; source < exchange.num_ranks(); source++) {
     for (int token = 0; token < routing.tokens[source]; token++) {
       const size_t slot = p.offsets.slot(source, token);

@@ -53,6 +53,8 @@ PayloadOutputs run_ht_cached(const at::Tensor& seq, at::TensorList xs, const Opt
   p.options = config;
   set_parts(p, payload);
   p.num_tokens = to_int(num_tokens, "number of tokens");
+  p.arrivals = registered->take_arrivals();
+  if (p.arrivals.state != nullptr) p.arrivals.check(p.output);
   group.prepare(p);
   const OutputTypes types = output_types(row, p.options.quant, p.output);
   if (given != nullptr) {
