@@ -1,70 +1,38 @@
-"""An MoE layer whose experts begin while rows still come, and the same layer one step behind the other.
+"""An MoE layer whose experts begin while rows still come, and the same layer one step behind the other. Its backward
+pass is of the same kind: gradients go out by a dispatch, the experts' GEMMs begin while they come, and the weights'
+gradients are made beside the combine that takes the tokens' home.
 
-On GPUs the GEMMs are those of gemm.py. On CPU ranks a thread of the host takes the blocks in the order in which they
-arrive and multiplies them by torch: the same contract, without a GPU.
+On GPUs the GEMMs are those of on_gpu.py. On CPU ranks a thread of the host takes the blocks in the order in which they
+arrive (on_host.py): the same contract, without a GPU.
 
     torchrun --nproc-per-node 2 examples/overlapped_moe/measure.py
 """
 
 from __future__ import annotations
 
+import functools
 import threading
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 import nccl_ep
+from examples.overlapped_moe import on_host
+from examples.overlapped_moe.experts import Experts, Kept
+from examples.overlapped_moe.function import MoeFunction
 from nccl_ep.arrivals import Arrivals
 
-if TYPE_CHECKING:
-    from examples.overlapped_moe.gemm import Run
-
 ROWS_PER_BLOCK = 128
-SCALED = 128  # elements with one scale in FP8
 TIMEOUT = 30.0  # seconds that a GEMM waits for a block
 
-
-@dataclass
-class Experts:
-    """Weights of the local experts: w13 [L, 2 * I, H], gate above up; w2 [L, H, I]. scales: of e4m3, see gemm.py."""
-
-    w13: torch.Tensor
-    w2: torch.Tensor
-    scales: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    @staticmethod
-    def random(local: int, hidden: int, inner: int, device: torch.device | str, seed: int = 0) -> Experts:
-        generator = torch.Generator(device).manual_seed(seed)
-
-        def made(*shape: int) -> torch.Tensor:
-            scale = shape[-1] ** -0.5
-            rows = torch.randn(*shape, generator=generator, device=device, dtype=torch.bfloat16)
-            return rows.mul_(scale)
-
-        return Experts(made(local, 2 * inner, hidden), made(local, hidden, inner))
-
-    def in_fp8(self) -> Experts:
-        """In e4m3, with a scale for 128 x 128 elements."""
-
-        def quantised(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            blocks = w.unflatten(1, (-1, SCALED)).unflatten(3, (-1, SCALED)).float()  # [L, rows, 128, columns, 128]
-            scales = blocks.abs().amax((2, 4)).clamp(min=1e-10) / 448
-            made = blocks / scales[:, :, None, :, None]
-            return made.view(w.shape).to(torch.float8_e4m3fn), scales
-
-        (w13, of_w13), (w2, of_w2) = quantised(self.w13), quantised(self.w2)
-        return Experts(w13, w2, (of_w13, of_w2))
-
-    def rows(self, x: torch.Tensor, expert: int) -> torch.Tensor:
-        """What an expert makes of some rows, by torch."""
-        gate, up = F.linear(x, self.w13[expert]).chunk(2, -1)
-        return F.linear(F.silu(gate) * up, self.w2[expert])
+Gemms = Any  # Forward or Backward of on_gpu.py or on_host.py
+Combine = Callable[..., nccl_ep.Pending[torch.Tensor]]
 
 
 class MoeLayer:
-    """Dispatch, experts, combine.
+    """Dispatch, experts, combine. x, weights and the experts' weights have gradients, but in FP8; all ranks must want
+    the same ones.
 
     "ht": packed rows; the experts begin while rows come. "ll": expert_major; the combine's send begins besides while
     the experts still write, block by block; its buffer is made with ``late_weights``. "ht" has that, too, where
@@ -77,7 +45,7 @@ class MoeLayer:
         sorts: tokens go in the order of their first expert, as every rank counts its own: a block is complete when the
             last of its rows has come, which in any other order is the end of the dispatch.
         signals: of "ht", see above.
-        how: of ``gemm.Run`` (group, tma, stages). Experts in FP8 take rows in FP8.
+        how: of ``gemm.GroupedGemms`` (group, tma, stages). Experts in FP8 take rows in FP8.
     """
 
     def __init__(
@@ -99,6 +67,57 @@ class MoeLayer:
         self.blocks = Arrivals.blocks_of(self.layout, self.capacity, local, rows_per_block)
         self.arrivals = Arrivals(buffer, blocks=self.blocks, rows_per_block=rows_per_block)
 
+    def __call__(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *, overlaps: bool = True
+    ) -> torch.Tensor:
+        """x: bf16 [T, H]. ids: int64 [T, K]. weights: float32 [T, K]. Returns [T, H], the same bits either way, as are
+        those of the gradients."""
+        if self.sorts:
+            order = (ids % self.experts.w13.shape[0]).masked_fill(ids < 0, self.num_experts).amin(1).argsort()
+            made = self._call(x[order], ids[order], weights[order], overlaps)
+            return torch.empty_like(made).index_copy_(0, order, made)
+        return self._call(x, ids, weights, overlaps)
+
+    def _call(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, overlaps: bool) -> torch.Tensor:
+        experts = self.experts
+        if not torch.is_grad_enabled() or not any(each.requires_grad for each in (x, weights, experts.w13, experts.w2)):
+            return self.forward(x, ids, weights, overlaps=overlaps, keeps=False)[0]
+        if experts.scales is not None:
+            raise ValueError(f"experts are {experts.w13.dtype}, which have no gradient: call the layer under no_grad")
+        made: torch.Tensor = MoeFunction.apply(self, overlaps, x, ids, weights, experts.w13, experts.w2)
+        return made
+
+    # ---- The two passes, without autograd
+
+    def forward(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *, overlaps: bool, keeps: bool
+    ) -> tuple[torch.Tensor, Kept | None, nccl_ep.Handle]:
+        """[T, H], what a backward pass needs, if it ``keeps`` that, and the handle."""
+        pending = self.send(x, ids, weights, self.num_sms if overlaps else 0)
+        out = pending.early_output if overlaps else pending.receive()
+        gemms = self.forward_gemms(out, keeps)
+        combined = self._run(pending, gemms, out.handle, "dispatch" if self.mode == "ht" else weights, overlaps)
+        return combined, self.kept(out, gemms.gates) if keeps else None, out.handle
+
+    def backward(
+        self, gradient: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, kept: Kept, handle: nccl_ep.Handle,
+        experts: Experts, *, overlaps: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Gradients of x, weights, w13 and w2 from that of the combined rows. ids: low latency routes again."""
+        num_sms = self.num_sms if overlaps else 0
+        pending: Any
+        if self.mode == "ht":
+            pending = nccl_ep.dispatch_cached_send(gradient, handle, num_sms=num_sms, arrivals=self.arrivals)
+        else:
+            pending = self.send(gradient, ids, weights, num_sms)
+        moved = pending.early_output if overlaps else pending.receive()
+        gemms = self.backward_gemms(moved.x, kept, experts)
+        # Low latency takes signals with weights given here alone.
+        of_x = self._run(pending, gemms, handle, None if self.mode == "ht" else torch.ones_like(weights), overlaps)
+        return of_x, nccl_ep.combine_weights(gemms.of_weights(), handle), gemms.of_w13, gemms.of_w2
+
+    # ---- Their parts
+
     def send(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, num_sms: int
     ) -> nccl_ep.Pending[nccl_ep.DispatchOutput]:
@@ -110,92 +129,95 @@ class MoeLayer:
             quant=None if self.experts.scales is None else "fp8",
         )  # fmt: skip
 
-    def __call__(
-        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *, overlaps: bool = True
+    def kept(self, out: nccl_ep.DispatchOutput, gates: torch.Tensor) -> Kept:
+        local = self.experts.w13.shape[0]
+        if out.offsets is None:
+            firsts = torch.arange(local, dtype=torch.int32, device=out.x.device) * self.capacity
+        else:
+            firsts = out.offsets[:local]
+        return Kept(out.x, gates, out.weights, firsts, out.counts)
+
+    def forward_gemms(self, out: nccl_ep.DispatchOutput, keeps: bool = False) -> Gemms:
+        if self.buffer.device.type == "cpu":
+            return on_host.Forward(out.x, self.experts, keeps, self.blocks)
+        from examples.overlapped_moe import on_gpu
+
+        given = (self.arrivals, self.blocks, TIMEOUT)
+        return on_gpu.Forward(out.x, out.scales, self.experts, keeps, *given, **self.how)
+
+    def backward_gemms(self, gradient: torch.Tensor, kept: Kept, experts: Experts) -> Gemms:
+        if self.buffer.device.type == "cpu":
+            return on_host.Backward(gradient, kept, experts, self.blocks)
+        from examples.overlapped_moe import on_gpu
+
+        return on_gpu.Backward(gradient, kept, experts, self.arrivals, self.blocks, TIMEOUT, **self.how)
+
+    def _run(
+        self, pending: nccl_ep.Pending[Any], gemms: Gemms, handle: nccl_ep.Handle, weights: Any, overlaps: bool
     ) -> torch.Tensor:
-        """x: bf16 [T, H]. ids: int64 [T, K]. weights: float32 [T, K]. Returns [T, H], the same bits either way."""
-        run = self._on_host if self.buffer.device.type == "cpu" else self._on_gpu
-        if not self.sorts:
-            return run(x, ids, weights, overlaps)
-        order = (ids % self.experts.w13.shape[0]).masked_fill(ids < 0, self.num_experts).amin(1).argsort()
-        made = run(x[order], ids[order], weights[order], overlaps)
-        return torch.empty_like(made).index_copy_(0, order, made)
+        """The GEMMs and the combine of the rows that they make. ``pending`` is open where they overlap."""
+        combine = functools.partial(nccl_ep.combine_send, gemms.rows, handle, weights=weights)
+        signals = {
+            "row_signals": gemms.signals, "rows_per_signal": self.rows_per_block, "signal_threshold": gemms.tiles,
+            "num_sms": self.num_sms,
+        } if overlaps and self.signals else {}  # fmt: skip
+        run = self._run_on_host if self.buffer.device.type == "cpu" else self._run_on_gpu
+        return run(pending if overlaps else None, gemms, combine, signals)
 
-    def combine(
-        self, rows: torch.Tensor, out: nccl_ep.DispatchOutput, weights: torch.Tensor, **signals: Any
+    def _run_on_gpu(
+        self, pending: nccl_ep.Pending[Any] | None, gemms: Gemms, combine: Combine, signals: dict[str, Any]
     ) -> torch.Tensor:
-        """signals: as combine_send takes them."""
-        if self.mode == "ht":
-            if not signals:
-                return nccl_ep.combine(rows, out.handle)
-            return nccl_ep.combine_send(rows, out.handle, **signals).receive()
-        return nccl_ep.combine_send(rows, out.handle, weights=weights, **signals).receive()
-
-    def run_of(self, out: nccl_ep.DispatchOutput) -> Run:
-        from examples.overlapped_moe.gemm import Run
-
-        return Run(
-            out.x, self.experts.w13, self.experts.w2, self.arrivals, self.blocks, TIMEOUT, x_scales=out.scales,
-            scales=self.experts.scales, **self.how,
-        )  # fmt: skip
-
-    def _on_gpu(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, overlaps: bool) -> torch.Tensor:
-        pending = self.send(x, ids, weights, self.num_sms if overlaps else 0)
-        out = pending.early_output if overlaps else pending.receive()
-        run = self.run_of(out)
-        if not overlaps:
-            run.gate_up(run.num_sms)
-            run.down(run.num_sms)
-            return self.combine(run.y, out, weights)
+        if pending is None:
+            gemms.first(gemms.num_sms)
+            gemms.second(gemms.num_sms)
+            combined = combine(async_finish=self.mode == "ht").receive()
+            gemms.beside(gemms.num_sms)
+            return combined
+        others = gemms.num_sms - self.num_sms
         current, comm = torch.cuda.current_stream(), self.buffer.get_comm_stream()
         ready = current.record_event()
-        run.gate_up(run.num_sms - self.num_sms)
+        gemms.first(others)
         comm.wait_event(ready)
         with torch.cuda.stream(comm):  # behind the dispatch, whose SMs help with what is left
-            run.gate_up(self.num_sms)
+            gemms.first(self.num_sms)
         pending.receive()
         current.wait_stream(comm)
-        if not self.signals:
-            run.down(run.num_sms)
-            return self.combine(run.y, out, weights)
+        if not signals:
+            gemms.second(gemms.num_sms)
+            sending = combine(async_finish=self.mode == "ht", num_sms=self.num_sms if gemms.works_beside else 0)
+            gemms.beside(others)
+            return sending.receive()
         comm.wait_stream(current)
         with torch.cuda.stream(comm):
-            run.down(run.num_sms - self.num_sms)
-        combined = self.combine(
-            run.y, out, weights, row_signals=run.signals, rows_per_signal=self.rows_per_block,
-            signal_threshold=run.tiles, num_sms=self.num_sms,
-        )  # fmt: skip
+            gemms.second(others)
+            gemms.beside(others)
+        combined = combine(**signals).receive()
         current.wait_stream(comm)
         return combined
 
-    def _on_host(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, overlaps: bool) -> torch.Tensor:
-        pending = self.send(x, ids, weights, 0)
-        out = pending.early_output if overlaps else pending.receive()
-        rows, y = out.x.view(-1, out.x.shape[-1]), torch.zeros_like(out.x)
-        signals = torch.zeros(self.blocks, dtype=torch.int32)
+    def _run_on_host(
+        self, pending: nccl_ep.Pending[Any] | None, gemms: Gemms, combine: Combine, signals: dict[str, Any]
+    ) -> torch.Tensor:
         errors: list[BaseException] = []
 
+        @torch.no_grad()
         def multiply() -> None:
             try:
                 for block in self.arrivals.await_blocks(TIMEOUT):
-                    here = slice(block.first, block.first + block.rows)
-                    y.view_as(rows)[here] = self.experts.rows(rows[here], block.expert)
-                    signals[block.number] += 1
+                    gemms.block(block)
             except BaseException as error:
                 errors.append(error)
 
         consumer = threading.Thread(target=multiply)
         consumer.start()
-        if overlaps:
+        if pending is not None:
             pending.receive()
-        if overlaps and self.signals:
-            combined = self.combine(
-                y, out, weights, row_signals=signals, rows_per_signal=self.rows_per_block, num_sms=1
-            )
-            consumer.join()
-        else:
-            consumer.join()
-            combined = self.combine(y, out, weights)
+        sending = combine(**signals) if signals else None
+        combined = sending.receive() if sending is not None else None
+        consumer.join()
         if errors:
             raise errors[0]
+        if combined is None:
+            combined = combine(async_finish=self.mode == "ht").receive()
+        gemms.beside()
         return combined

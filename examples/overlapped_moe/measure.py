@@ -1,15 +1,17 @@
-"""Times of a layer whose experts begin while rows come, beside its parts and the same kernels one behind the other.
+"""Times of a layer whose experts begin while rows come, forward and backward, beside its parts and the same kernels one
+behind the other.
 
     torchrun --nproc-per-node 2 examples/overlapped_moe/measure.py --json layer.json --variants plain,sorts+group+tma
 
 Checks that both ways give the same bits, and that they are close to torch's. Milliseconds: the median over repetitions
-of the slowest rank's. A variant is "plain", or some of these with "+" between them:
+of the slowest rank's. --trace writes time lines of a forward and a backward pass for Perfetto. A variant is "plain", or
+some of these with "+" between them:
 
     sorts, signals   as MoeLayer has them
     group            four blocks share the columns of the weights that are read
     tma              weights come by TMA
     stages3          pipelines of three stages, not four
-    fp8              rows and experts in e4m3, blocks of 128 rows
+    fp8              rows and experts in e4m3, blocks of 128 rows; forward alone
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -30,7 +31,10 @@ from triton.language.extra.cuda import globaltimer
 import nccl_ep
 from examples.moe_lm.baseline import AllToAll
 from examples.moe_lm.experts import Experts as TorchExperts
-from examples.overlapped_moe.layer import Experts, MoeLayer
+from examples.overlapped_moe.experts import Experts
+from examples.overlapped_moe.layer import MoeLayer
+from examples.overlapped_moe.measure_backward import BackwardPass, gradients_by_torch
+from examples.overlapped_moe.timing import timed
 from nccl_ep.triton import rows_of, wait_rows
 
 TIMEOUT_NS = 10_000_000_000
@@ -54,24 +58,6 @@ def note_arrivals(state, times, blocks, timeout_ns):
         tl.store(times + 1 + place, now)
 
 
-def timed(call: Callable[[], object], repetitions: int) -> float:
-    for _ in range(3):
-        call()
-    times = []
-    for _ in range(repetitions):
-        dist.barrier()
-        torch.cuda.synchronize()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        slowest = torch.tensor([begin.elapsed_time(end)], device="cuda")
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        times.append(float(slowest))
-    return statistics.median(times)
-
-
 class Point:
     """One shape: inputs, buffer, experts, and what is timed."""
 
@@ -87,7 +73,7 @@ class Point:
         self.buffer = nccl_ep.Buffer.for_shapes(
             dist.group.WORLD, max_tokens=tokens, hidden=hidden, topk=args.topk, num_experts=args.experts, mode=mode,
             timeout=20.0, late_weights=mode == "ll",
-            **({"arena_bytes": 3 * self.rows * hidden * 2} if mode == "ht" else {}),
+            **({"arena_bytes": 4 * self.rows * hidden * 2} if mode == "ht" else {}),
         )  # fmt: skip
         draw = torch.Generator("cuda").manual_seed(100 + rank)
         self.x = torch.randn(tokens, hidden, generator=draw, device="cuda", dtype=torch.bfloat16)
@@ -97,7 +83,8 @@ class Point:
         self.use("plain")
         out = self.dispatch(0)
         assert int(out.overflow) == 0
-        self.by_torch = self.layer.combine(self.torch_gemms(out), out, self.weights)
+        self.by_torch = nccl_ep.combine(self.torch_gemms(out, self.experts), out.handle)
+        self.gradient = torch.randn(tokens, hidden, generator=draw, device="cuda", dtype=torch.bfloat16)
 
     def use(self, variant: str) -> None:
         names = [] if variant == "plain" else variant.split("+")
@@ -112,6 +99,14 @@ class Point:
             signals="signals" in names or self.mode == "ll", how=how,
         )  # fmt: skip
 
+    def sent(self) -> tuple[torch.Tensor, ...]:
+        """x, ids, weights and the gradient in the order in which the layer's tokens go."""
+        given = self.x, self.ids, self.weights, self.gradient
+        if not self.layer.sorts:
+            return given
+        order = (self.ids % self.local).amin(1).argsort()
+        return tuple(each[order] for each in given)
+
     def run(self, overlaps: bool) -> torch.Tensor:
         return self.layer(self.x, self.ids, self.weights, overlaps=overlaps)
 
@@ -121,16 +116,16 @@ class Point:
     def communicate(self) -> None:
         out = self.dispatch(0)
         rows = out.x if out.scales is None else torch.empty(out.x.shape, dtype=torch.bfloat16, device="cuda")
-        self.layer.combine(rows, out, self.weights)
+        nccl_ep.combine(rows, out.handle, weights="dispatch" if self.mode == "ht" else self.weights)
 
     def multiply(self, out: nccl_ep.DispatchOutput) -> None:
-        run = self.layer.run_of(out)
-        run.gate_up(run.num_sms)
-        run.down(run.num_sms)
+        gemms = self.layer.forward_gemms(out)
+        gemms.first(gemms.num_sms)
+        gemms.second(gemms.num_sms)
 
-    def torch_gemms(self, out: nccl_ep.DispatchOutput) -> torch.Tensor:
+    def torch_gemms(self, out: nccl_ep.DispatchOutput, experts: Experts) -> torch.Tensor:
         """expert_major rows: the same products by a batched GEMM, which multiplies rows that do not exist, too."""
-        w13, w2 = self.experts.w13.transpose(1, 2), self.experts.w2.transpose(1, 2)
+        w13, w2 = experts.w13.transpose(1, 2), experts.w2.transpose(1, 2)
         if out.offsets is None:
             gate, up = torch.bmm(out.x, w13).chunk(2, -1)
             return torch.bmm(torch.nn.functional.silu(gate) * up, w2)
@@ -152,13 +147,9 @@ class Point:
     def arrival_times(self) -> list[float]:
         """Microseconds from the call of a dispatch on few SMs until these shares of the blocks have come."""
         layer, found = self.layer, []
-        blocks = layer.blocks
+        blocks, (x, ids, weights, _) = layer.blocks, self.sent()
         for _ in range(5):
             times = torch.zeros(1 + blocks, dtype=torch.int64, device="cuda")
-            ids, x, weights = self.ids, self.x, self.weights
-            if layer.sorts:
-                order = (ids % self.local).amin(1).argsort()
-                x, ids, weights = x[order], ids[order], weights[order]
             dist.barrier()
             torch.cuda.synchronize()
             note_time[(1,)](times)
@@ -193,16 +184,26 @@ class Point:
         found["gemms_ms"] = timed(lambda: self.multiply(out), repetitions)
         found["of_one_behind"] = found["overlapped_ms"] / found["one_behind_ms"]
         found["of_longer"] = found["overlapped_ms"] / max(found["communication_ms"], found["gemms_ms"])
-        if self.args.trace and variant == self.args.variants.split(",")[-1]:
+        if not self.is_fp8:
+            x, ids, weights, gradient = self.sent()
+            wanted = gradients_by_torch(self.layer, x, ids, weights, gradient, self.torch_gemms)
+            found |= BackwardPass(self.layer, x, ids, weights, gradient).measure(wanted, repetitions)
+        if self.args.trace:
             self.trace(variant)
         return found
 
     def trace(self, variant: str) -> None:
-        """For Perfetto: a call of either way. Every rank calls, and rank 0 writes."""
+        """For Perfetto: a call of either way, and its backward pass. Every rank calls, and rank 0 writes."""
+        backward = None if self.is_fp8 else BackwardPass(self.layer, *self.sent())
+        activities = torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA
         for name, overlaps in (("overlapped", True), ("one_behind", False)):
             dist.barrier()
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-                self.run(overlaps)
+            with torch.profiler.profile(activities=activities) as profile:
+                with torch.profiler.record_function("forward"):
+                    self.run(overlaps)
+                if backward is not None:
+                    with torch.profiler.record_function("backward"):
+                        backward.run(overlaps)
                 torch.cuda.synchronize()
             if dist.get_rank() == 0:
                 point = f"{self.mode}_{self.hidden}_{self.tokens}_{variant}".replace("+", "_")
@@ -210,7 +211,7 @@ class Point:
 
     def measure_torch(self) -> dict[str, float]:
         out, found = self.dispatch(0), {}
-        found["torch_gemms_ms"] = timed(lambda: self.torch_gemms(out), self.args.repetitions)
+        found["torch_gemms_ms"] = timed(lambda: self.torch_gemms(out, self.experts), self.args.repetitions)
         if self.mode == "ht":
             found["torch_layer_ms"] = timed(self.torch_layer(), self.args.repetitions)
         return found
@@ -224,7 +225,7 @@ def main() -> None:
         help="mode:H:tokens of a rank, then rows of a block (128) and SMs of a dispatch beside a GEMM (16)",
     )  # fmt: skip
     parser.add_argument("--variants", default="plain", help="of each point, separated by commas")
-    parser.add_argument("--trace", help="files of traces, of the last variant, begin so")
+    parser.add_argument("--trace", help="files of traces begin so")
     parser.add_argument("--inner", type=int, default=2048)
     parser.add_argument("--topk", type=int, default=8)
     parser.add_argument("--experts", type=int, default=256)
@@ -240,6 +241,8 @@ def main() -> None:
             found = point.measure(variant) | by_torch
             right = right and found["same_bits"] and not found["failed"]
             right = right and found["relative_error_to_torch"] < found["most_error"]
+            right = right and found.get("backward_same_bits", True)
+            right = right and found.get("backward_relative_error_to_torch", 0.0) < found["most_error"]
             results.append(found)
             if dist.get_rank() == 0:
                 print(json.dumps(found), flush=True)
