@@ -1,13 +1,14 @@
-"""A prefill whose experts begin while rows still come: the layer of examples/overlapped_moe. It has no gradient."""
+"""Experts that begin while rows still come, in training while gradients do: the layer of examples/overlapped_moe."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 import nccl_ep
-from examples.overlapped_moe.layer import Experts as Weights
+from examples.overlapped_moe.experts import Experts as Weights
 from examples.overlapped_moe.layer import MoeLayer
 
 from .experts import Experts
@@ -32,6 +33,7 @@ class Arriving:
         }
         self.layer: MoeLayer | None = None  # of the model's first call: it has room for as many experts as that has
 
+    @torch.compiler.disable  # its streams are the buffer's
     def __call__(self, x: Tensor, idx: Tensor, weights: Tensor, experts: Experts) -> Tensor:
         own = Weights(experts.up.to(x.dtype).transpose(1, 2), experts.down.to(x.dtype).transpose(1, 2))
         if self.layer is None:

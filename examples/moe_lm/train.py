@@ -34,6 +34,7 @@ from .arguments import (
     require_outside,
     whole,
 )
+from .arriving import Arriving
 from .baseline import AllToAll
 from .data import Corpus
 from .exchange import NcclEp, make_buffer
@@ -42,7 +43,7 @@ from .model import Model
 from .ranks import Ranks
 from .trace import traced
 
-EXCHANGES = ("nccl_ep", "all_to_all_single")
+EXCHANGES = ("nccl_ep", "nccl_ep_arrivals", "all_to_all_single")
 BALANCE = 0.01  # weight of the load-balancing loss
 
 
@@ -56,7 +57,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--seed", type=whole(0, MAX_SEED), default=0)
     add(
         "--exchange", type=names_of(EXCHANGES), default="nccl_ep",
-        help=f"{' or '.join(EXCHANGES)}, or both with a comma: one after the other",
+        help=f"one or more of {', '.join(EXCHANGES)}, one after the other; nccl_ep_arrivals: see arriving.py",
     )  # fmt: skip
     add("--rows", choices=("exact", "all"), default="exact", help="received rows: as many as come, or room for all")
     add("--fp8", action="store_true", help="rows of dispatch travel in eight bits")
@@ -93,6 +94,8 @@ def check(options: argparse.Namespace, num_ranks: int) -> None:
     model.check_ranks(own)
     if options.sequences % num_ranks:
         raise ValueError(f"--sequences is {options.sequences}, must be a multiple of the {num_ranks} ranks")
+    if options.fp8 and Arriving.name in options.exchange.split(","):
+        raise ValueError(f"--fp8 is there, but {Arriving.name} has no FP8")
     corpus = Corpus(options.seed)
     corpus.check("--length", options.length, corpus.training)
     if options.compile and options.no_compile:
@@ -147,12 +150,13 @@ class Trainer:
         if options.exchange == "all_to_all_single":
             self.model.use(AllToAll(world.experts, self.sizes.experts))
             return
-        quant = "fp8" if options.fp8 else None
-        exchanges = []
+        quant, count = "fp8" if options.fp8 else None, self.sizes.experts
         for _ in range(self.sizes.layers):
             self.buffers.append(make_buffer(world.experts, self.sizes, tokens, self.dtype, world.device, "ht"))
-            exchanges.append(NcclEp(self.buffers[-1], self.sizes.experts, mode="ht", rows=options.rows, quant=quant))
-        self.model.use(*exchanges)
+        if options.exchange == Arriving.name:
+            self.model.use(*[Arriving(each, count, tokens, self.sizes.topk) for each in self.buffers])
+            return
+        self.model.use(*[NcclEp(each, count, mode="ht", rows=options.rows, quant=quant) for each in self.buffers])
 
     def _compile(self, kind: str) -> None:
         options = self.options
@@ -160,7 +164,7 @@ class Trainer:
         if backend is None:
             return
         torch._dynamo.config.optimize_ddp = False  # blocks are smaller than buckets already
-        whole = options.exchange == "nccl_ep"  # the baseline waits for the host, which no graph can hold
+        whole = options.exchange == "nccl_ep"  # the others wait for the host or for streams, which no graph can hold
         for block in self.model.blocks:
             block.compile(backend=backend, fullgraph=whole)
 

@@ -73,6 +73,7 @@ OF_TRAIN = [
     ("--expert-parallel 4", "--expert-parallel is 4, must divide the 2 ranks"),
     ("--compile nosuch", "--compile is nosuch, which is no backend of torch"),
     ("--compile inductor --no-compile", "--compile is inductor, and --no-compile is there, too"),
+    ("--fp8 --exchange nccl_ep_arrivals", "--fp8 is there, but nccl_ep_arrivals has no FP8"),
     ("--dense-grads zero", "argument --dense-grads: invalid choice: 'zero'"),
     ("--save {tmp}/new --report {tmp}/new", "--report is {tmp}/new, in the checkpoint of --save, {tmp}/new: must be"),
     ("--save {tmp}/new --report {tmp}/new/a/b", "--report is {tmp}/new/a/b, in the checkpoint of --save, {tmp}/new"),

@@ -44,6 +44,7 @@ def on_two(folder: Path) -> Reports:
         "all rows": f"{SHORT} --rows all",
         "bf16": f"{SHORT} --dtype bf16",
         "fp8": f"{SHORT} --dtype bf16 --fp8",
+        "arrivals": f"{SHORT} --exchange nccl_ep_arrivals",
         "compiled": f"{SHORT} --dtype bf16 --compile aot_eager",
     }
     directory = folder / "two"
@@ -103,9 +104,10 @@ def test_a_checkpoint_goes_on_where_it_was(on_two: Reports, on_one: Reports, fol
     torch.testing.assert_close(losses(reports[0]["on"]), straight[8:16], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["checkpointed", "replicas", "fsdp2", "all rows"])
+@pytest.mark.parametrize("name", ["checkpointed", "replicas", "fsdp2", "all rows", "arrivals"])
 def test_ways_to_train_that_change_nothing_have_the_same_losses(name: str, on_two: Reports) -> None:
-    """Replicas: experts on each rank, whose gradients are averaged. All rows: room for what could come."""
+    """Replicas: experts on each rank, whose gradients are averaged. All rows: room for what could come. Arrivals:
+    experts begin while rows and gradients come."""
     torch.testing.assert_close(losses(on_two[name]), losses(on_two["first"])[:8], rtol=1e-5, atol=1e-5)
 
 
