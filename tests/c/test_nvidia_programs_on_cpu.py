@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests import ROOT
-from tests.c.test_nvidia_tests import CLONE, OURS, compile_on_cpu
+from tests.c.test_nvidia_tests import CLONE, compile_on_cpu
 
 pytestmark = [
     pytest.mark.slow,
@@ -66,8 +66,8 @@ def without_fp4(program: Path, folder: Path) -> Path:
 def programs(prefix: Path, library_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("programs")
     for name in ("ep_test", "ep_bench"):
-        sources = [without_fp4(CLONE / f"{name}.cu", folder), *OURS]
-        compile_on_cpu(sources, folder / name, prefix, library_file, [f"-I{ROOT}/tests/c/nvidia/mpi"])
+        source = without_fp4(CLONE / f"{name}.cu", folder)
+        compile_on_cpu([source], folder / name, prefix, library_file, [f"-I{ROOT}/tests/c/nvidia/mpi"])
     return folder
 
 

@@ -49,15 +49,30 @@ def own_headers(folder: Path) -> list[str]:
     return [f"-I{folder}", f"-I{folder}/nccl_ep", f"-I{CLONE}"]
 
 
+def their_headers(folder: Path) -> list[str]:
+    """Flags: theirs alone, where a package of theirs has them."""
+    (folder / "nccl_ep").mkdir()
+    shutil.copy(CLONE / "include/nccl_ep.h", folder)
+    for name in ("common.hpp", "ep_enums.h"):
+        shutil.copy(CLONE / "include" / name, folder / "nccl_ep")
+    return [f"-I{folder}", f"-I{folder}/nccl_ep", f"-I{CLONE}"]
+
+
 def compile_on_cpu(sources: list[Path], program: Path, prefix: Path, library_file: Path, flags: list[str]) -> None:
-    includes = [f"-I{prefix}/include", *flags, *(part for path in toolkit() for part in ("-isystem", path))]
+    """``flags`` are of their sources; ours have our header."""
+    system = [part for path in toolkit() for part in ("-isystem", path)]
+    objects = []
+    for source in (*sources, *OURS):
+        objects.append(program.parent / f"{program.name}_{source.stem}.o")
+        mine = [f"-I{prefix}/include"]
+        includes = mine if source in OURS else [*flags, *mine]
+        run("c++", "-std=c++17", "-w", *includes, *system, "-x", "c++", "-c", source, "-o", objects[-1])
     libraries = [library_file, "-lgtest", "-lpthread", "-ldl", "-lrt", f"-Wl,-rpath,{library_file.parent}"]
-    run("c++", "-std=c++17", "-w", *includes, "-x", "c++", *sources, "-x", "none", *libraries, "-o", program)
+    run("c++", *objects, *libraries, "-o", program)
 
 
-def build(name: str, prefix: Path, library_file: Path, folder: Path) -> Path:
-    sources = [CLONE / f"tests/test_{name}.cu", *OURS]
-    compile_on_cpu(sources, folder / name, prefix, library_file, own_headers(folder))
+def build(name: str, prefix: Path, library_file: Path, folder: Path, headers: list[str]) -> Path:
+    compile_on_cpu([CLONE / f"tests/test_{name}.cu"], folder / name, prefix, library_file, headers)
     return folder / name
 
 
@@ -80,4 +95,11 @@ def run_file(program: Path, count: int, otherwise: set[str]) -> None:
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_of_theirs(name: str, prefix: Path, library_file: Path, tmp_path: Path) -> None:
-    run_file(build(name, prefix, library_file, tmp_path), *FILES[name])
+    run_file(build(name, prefix, library_file, tmp_path, own_headers(tmp_path)), *FILES[name])
+
+
+@pytest.mark.parametrize("name", ["output_layout", "recv_topk_idx_flags", "ht_bwd", "ll_group_epoch"])
+def test_a_file_that_was_compiled_with_their_header(
+    name: str, prefix: Path, library_file: Path, tmp_path: Path
+) -> None:
+    run_file(build(name, prefix, library_file, tmp_path, their_headers(tmp_path)), *FILES[name])
