@@ -26,7 +26,7 @@ class MoeFunction(torch.autograd.Function):
         return combined
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         ids, weights, w13, w2, *kept = ctx.saved_tensors
         of_x, of_weights, of_w13, of_w2 = ctx.layer.backward(

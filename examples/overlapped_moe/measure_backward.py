@@ -26,7 +26,7 @@ def gradients_by_torch(
         layout=layer.layout, max_tokens=layer.max_tokens, capacity=layer.capacity, zero_padding=True,
         expert_alignment=layer.rows_per_block if layer.layout == "packed" else 1,
     )  # fmt: skip
-    y = nccl_ep.combine(multiply(out, Experts(*given[2:])), out.handle)
+    y = nccl_ep.combine(multiply(out, Experts(given[2], given[3])), out.handle)
     return torch.autograd.grad(y, given, gradient)
 
 
