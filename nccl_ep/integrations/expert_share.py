@@ -217,8 +217,8 @@ def require_own(module: torch.nn.Module, share: Share) -> None:
     ):
         for state in [ref() for ref in _composable_state._module_state_mapping.values()]:  # of FSDP2
             groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-            for each in (each for group in groups if group is not None for each in group.fsdp_params):
-                if each._module_info.module is module:
+            for each in (each for group in groups if group is not None for each in getattr(group, "fsdp_params", ())):
+                if getattr(getattr(each, "_module_info", None), "module", None) is module:
                     _require_sharded_apart(module, share, each._module_info.param_name, each.sharded_param)
         if any(getattr(each, "_fsdp_flattened", False) for each in own) or len(own) < len(share.own_parameters):
             raise UsageError(
@@ -229,7 +229,7 @@ def require_own(module: torch.nn.Module, share: Share) -> None:
     around: Any = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
     if around is None or share.ddp() is around:
         return
-    taken = {id(each) for each in around._module_parameters}
+    taken = {id(each) for each in getattr(around, "_module_parameters", ())}
     if any(id(each) in taken for each in own):
         raise UsageError(
             f"DistributedDataParallel of a {type(around.module).__name__} has given all ranks the experts of rank 0: "
