@@ -11,7 +11,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from .buffer import Buffer, require_buffer
-from .checks import require_within
+from .checks import require_integers, require_one_of, require_timeout, require_within
 from .choices import LayoutName
 from .errors import TimeoutError, UsageError
 from .marks import mark_memory
@@ -102,7 +102,13 @@ class Arrivals:
 
     @staticmethod
     def blocks_of(layout: LayoutName, capacity: int, num_local_experts: int, rows_per_block: int) -> int:
-        """Blocks of an output: ``capacity`` as in ``dispatch``, rows of an expert (expert_major) or in all (packed)."""
+        """Blocks of an output: ``capacity`` as in ``dispatch``, rows of an expert (expert_major) or in all (packed).
+
+        Raises: ValueError, TypeError, with the value.
+        """
+        require_one_of(("expert_major", "packed"), layout=layout)
+        require_within(0, 2**31 - 1, capacity=capacity)
+        require_within(1, 2**31 - 1, num_local_experts=num_local_experts, rows_per_block=rows_per_block)
         each = -(-capacity // rows_per_block)
         return each * num_local_experts if layout == "expert_major" else each
 
@@ -133,14 +139,26 @@ class Arrivals:
             blocks: of the output, where this memory has room for more.
             expected: of the dispatch that is meant, which may not have begun; default: of the one that was begun last.
 
-        Raises: TimeoutError, where no further block comes in ``timeout`` seconds or the dispatch gives up.
+        Raises: TimeoutError, where no further block comes in ``timeout`` seconds or the dispatch gives up; ValueError,
+        TypeError, with the value; UsageError on a GPU.
         """
+        require_timeout(timeout=timeout)
+        require_within(0, self.blocks, blocks=self.blocks if blocks is None else blocks)
+        require_integers(expected=expected)
+        if self.buffer.device.type != "cpu":
+            raise UsageError(
+                f"await_blocks is for CPU ranks, and the buffer is on {self.buffer.device}: consumers there wait by "
+                "nccl_ep.triton or nccl_ep_signals.cuh"
+            )
+        return self._arrived(timeout, self.blocks if blocks is None else blocks, expected)
+
+    def _arrived(self, timeout: float, blocks: int, expected: int | None) -> Iterator[Block]:
         order, state = self.order.numpy(), self.state.numpy()
         end = time.monotonic() + timeout
         if expected is None:
             expected = int(state[_EXPECTED])
         rows, first, experts = self.rows.numpy(), self.first.numpy(), self.experts.numpy()
-        for place in range(self.blocks if blocks is None else blocks):
+        for place in range(blocks):
             while int(order[place]) >> 32 != expected:
                 if int(state[_FAILED]) == expected or time.monotonic() > end:
                     raise TimeoutError(f"block {place} in the order of arrivals did not come")

@@ -16,7 +16,15 @@ from torch.utils._device import DeviceContext
 from . import _C
 from .arrivals import Arrivals, announced, require_arrivals
 from .buffer import Buffer, require_buffer
-from .checks import error_of, require_biases, require_bools, require_extras, require_on, require_tensors
+from .checks import (
+    error_of,
+    require_biases,
+    require_bools,
+    require_extras,
+    require_integers,
+    require_on,
+    require_tensors,
+)
 from .choices import Exact, LayoutName, Mode, QuantName, Weighting, WireFormat
 from .config import DISPATCH, HOME, Numbers, combine_numbers, dispatch_numbers, signalled_numbers
 from .events import EventHandle, EventOverlap, run_on_comm_stream
@@ -284,7 +292,11 @@ class CombineCall:
             require_tensors(rows=rows)
         given = weights if isinstance(weights, torch.Tensor) else None
         weighting, numbers = combine_numbers(
-            handle, weights if given is None else True, out_dtype or rows.dtype, wire_dtype, *options
+            handle,
+            weights if given is None else True,
+            rows.dtype if out_dtype is None else out_dtype,
+            wire_dtype,
+            *options,
         )
         if weighting == DISPATCH and wants_gradient(rows, handle.weights):
             given = handle.weights  # the gradient needs them; the operation finds them in the handle
@@ -347,8 +359,10 @@ class CombineCall:
                 return self._send_signalled(numbers, row_signals, async_finish)
             if async_finish:
                 raise ValueError("row_signals are for a split combine of low latency, without async_finish")
-        elif rows_per_signal != 0:
-            raise ValueError(f"rows_per_signal is {rows_per_signal}, but there are no row_signals")
+        else:
+            require_integers(rows_per_signal=rows_per_signal)
+            if rows_per_signal != 0:
+                raise ValueError(f"rows_per_signal is {rows_per_signal}, but there are no row_signals")
         if async_finish:
             return self._send_all()
         if self.handle.mode == "ht":

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from . import _C
 from .block_scales import dequantized_rows
 from .buffer import find_buffer
-from .checks import require_dtypes
+from .checks import require_dtypes, require_tensors
 from .choices import Mode
 
 
@@ -200,6 +200,10 @@ class DispatchOutput:
         ValueError for rows that were not quantised here.
         """
         require_dtypes(dtype=dtype)
+        if tensor_scale is not None:
+            require_tensors(tensor_scale=tensor_scale)
+            if tensor_scale.numel() != 1:
+                raise ValueError(f"tensor_scale has shape {list(tensor_scale.shape)}, must have one element")
         if self.x.dtype not in (torch.float8_e4m3fn, torch.float4_e2m1fn_x2) or self.scales is None:
             raise ValueError(f"x is {self.x.dtype}: only rows that dispatch has quantised can be dequantized")
         rows = dequantized_rows(self.x, self.scales, tensor_scale).to(dtype)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from .checks import require_integers, require_tensors
+from .checks import INT64, require_tensors, require_within
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _DYNAMO = "torch._dynamo"
@@ -64,7 +64,7 @@ def mark_tokens(*tensors: torch.Tensor, dim: int | Sequence[int] = 0) -> None:
         return
     dims = tuple(dim) if isinstance(dim, Sequence) else (dim,)
     for one in dims:
-        require_integers(dim=one)
+        require_within(*INT64, dim=one)
     for at, each in enumerate(tensors):
         require_tensors(**{f"tensors[{at}]": each})
         for one in dims:
