@@ -71,7 +71,7 @@ def render(found: Sequence[Balance]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench placement", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m bench placement", description=(__doc__ or " ").splitlines()[0])
     parser.add_argument("--ranks", type=ints, default=[8, 16, 64])
     parser.add_argument("--copies", type=ints, default=[1, 2], help="slots more of a rank")
     parser.add_argument("--routing", type=words(*ROUTINGS), default=["skewed"], help=", ".join(ROUTINGS))

@@ -146,7 +146,7 @@ def explain(reports, expected):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or " ").splitlines()[0])
     num_gpus = torch.cuda.device_count() if nccl_ep._C.has_cuda() else 0
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if num_gpus else "cpu")
     parser.add_argument("--ranks", type=int, help="default: 4, or one a GPU")

@@ -172,7 +172,9 @@ def attention(
 
 @torch.no_grad()
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m examples.moe_lm.bits", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.moe_lm.bits", description=(__doc__ or " ").splitlines()[0]
+    )
     for name, value in (("slots", 64), ("prefill-batch", 4), ("max-prompt", 512), ("max-length", 592)):
         parser.add_argument(f"--{name}", type=int, default=value)
     ranks.add_attention(parser)

@@ -67,8 +67,14 @@ class Engine:
             raise ValueError(f"{room.slots} slots are not a multiple of {len(decoders)} batches")
         # A slot more, for prompts that are not there.
         shape = (sizes.layers, room.slots + 1, sizes.heads, room.max_length, sizes.hidden // sizes.heads)
-        self.keys = torch.zeros(shape, dtype=model.dtype, device=device)
-        self.values = torch.zeros_like(self.keys)
+        try:
+            self.keys = torch.zeros(shape, dtype=model.dtype, device=device)
+            self.values = torch.zeros_like(self.keys)
+        except RuntimeError as error:  # of torch: how many bytes
+            raise MemoryError(
+                f"no room for {room.slots} slots (--slots) of {room.max_length} tokens (--max-length, or --prompt and "
+                "--output)"
+            ) from error
         self.tokens = torch.zeros(room.slots + 1, dtype=torch.int64, device=device)
         self.positions = torch.zeros_like(self.tokens)
         self.active = torch.zeros(room.slots + 1, dtype=torch.bool, device=device)

@@ -188,7 +188,9 @@ def pictures(reports: list[Report]) -> dict[str, Callable[[], Figure]]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m examples.moe_lm.pictures", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.moe_lm.pictures", description=(__doc__ or " ").splitlines()[0]
+    )
     parser.add_argument("folder", type=Path, help="of reports, *.json")
     parser.add_argument("--out", type=Path, help="the default is the same folder")
     options = parser.parse_args(argv)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from . import checkpoint, ranks, sizes
-from .arguments import MAX_SEED, Parser, file_to_write, names_of, number, numbers, pair, require_outside, whole
+from .arguments import MAX_SEED, MOST, Parser, file_to_write, names_of, number, numbers, pair, require_outside, whole
 from .check import compare_with_one_rank, count_changed, count_repeats
 from .data import Corpus
 from .files import write_whole
@@ -31,7 +31,7 @@ PROFILED = 5  # decode steps of profile_decode
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = Parser(prog="python -m examples.moe_lm.serve", description=__doc__.splitlines()[0])
+    parser = Parser(prog="python -m examples.moe_lm.serve", description=(__doc__ or " ").splitlines()[0])
     add = parser.add_argument
     add("--requests", type=whole(1), default=16, help="of each rate")
     add("--rates", type=numbers, default="0", help="requests a second, separated by commas; 0: all at once")
@@ -92,6 +92,9 @@ def check(options: argparse.Namespace, least: int, num_ranks: int) -> None:
     model.check_ranks(num_ranks)
     if options.max_length < least:
         raise ValueError(f"--max-length is {options.max_length}, prompt and output need {least}")
+    tokens = options.prefill_batch * options.prompt[1]
+    if tokens > MOST:
+        raise ValueError(f"--prefill-batch is {options.prefill_batch}: with --prompt {tokens} tokens, at most {MOST}")
     corpus = Corpus(options.seed)
     corpus.check("--prompt", options.prompt[1], corpus.held_out)
     if "on" in options.overlap:

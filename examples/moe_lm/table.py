@@ -145,7 +145,9 @@ def tables(reports: list[Report]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m examples.moe_lm.table", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.moe_lm.table", description=(__doc__ or " ").splitlines()[0]
+    )
     parser.add_argument("folder", type=Path, help="of reports, *.json")
     parser.add_argument("--record", type=Path, help="one file of all, without what is bulky")
     options = parser.parse_args(argv)

@@ -26,6 +26,7 @@ from . import checkpoint, ranks, sizes
 from .a2sgd import Traffic, a2sgd_hook, average_parameters, counted_average_hook
 from .arguments import (
     MAX_SEED,
+    MOST,
     Parser,
     above_0,
     file_to_write,
@@ -48,7 +49,7 @@ BALANCE = 0.01  # weight of the load-balancing loss
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = Parser(prog="python -m examples.moe_lm.train", description=__doc__.splitlines()[0])
+    parser = Parser(prog="python -m examples.moe_lm.train", description=(__doc__ or " ").splitlines()[0])
     add = parser.add_argument
     add("--steps", type=whole(1), default=50)
     add("--sequences", type=whole(1), default=8, help="of a step, on all ranks together")
@@ -98,6 +99,9 @@ def check(options: argparse.Namespace, num_ranks: int) -> None:
         raise ValueError(f"--fp8 is there, but {Arriving.name} has no FP8")
     corpus = Corpus(options.seed)
     corpus.check("--length", options.length, corpus.training)
+    tokens = options.sequences // num_ranks * options.length
+    if tokens > MOST:
+        raise ValueError(f"--sequences is {options.sequences}: with --length {tokens} tokens of a rank, at most {MOST}")
     if options.compile and options.no_compile:
         raise ValueError(f"--compile is {options.compile}, and --no-compile is there, too")
     if options.compile:

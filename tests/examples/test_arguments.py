@@ -11,7 +11,10 @@ from typing import Any
 
 import pytest
 
-from examples.moe_lm import elastic, serve, train
+from examples.moe_lm import elastic, serve, sizes, train
+from examples.moe_lm.engine import Engine, Room
+from examples.moe_lm.model import Model
+from examples.moe_lm.one_rank import one_rank
 from tests import ROOT
 from tests.examples.test_checkpoint import data, save
 from tests.support.processes import run_python
@@ -58,6 +61,7 @@ OF_TRAIN = [
     ("--steps 0", "--steps is 0, must be a whole number of 1 or more"),
     ("--steps 1.5", "--steps is 1.5, must be a whole number of 1 or more"),
     ("--sequences 0", "--sequences is 0, must be a whole number of 1 or more"),
+    ("--sequences 2147483646", "--sequences is 2147483646: with --length 68719476672 tokens of a rank, at most 2147"),
     ("--sequences 5", "--sequences is 5, must be a multiple of the 2 ranks"),
     ("--sequences 4 --ranks 3 --experts 9", "--sequences is 4, must be a multiple of the 3 ranks"),
     ("--length 0", "--length is 0, must be a whole number of 1 or more"),
@@ -98,6 +102,7 @@ OF_SERVE = [
     ("--output 0-4", "--output is 0-4, must be A-B with 1 <= A <= B"),
     ("--output 4-2147483648", "--output is 4-2147483648, must be at most 2147483647"),
     ("--output 4-", "--output is 4-, must be A-B with 1 <= A <= B"),
+    ("--prefill-batch 1000000000", "--prefill-batch is 1000000000: with --prompt 32000000000 tokens, at most 21474836"),
     ("--slots 0", "--slots is 0, must be a whole number of 1 or more"),
     ("--slots -2", "--slots is -2, must be a whole number of 1 or more"),
     ("--slots 3 --overlap on", "--slots is 3, must be a multiple of 2 for --overlap on"),
@@ -228,3 +233,21 @@ def test_no_rank_starts_where_a_folder_is_missing(tmp_path: Path) -> None:
     assert (
         done.stderr == f"python -m examples.moe_lm.train: --load is {tmp_path}/nosuch: {tmp_path}/nosuch is no folder\n"
     )
+
+
+def test_what_no_memory_holds_is_named() -> None:
+    options = serve.parse(["--device", "cpu", "--ranks", "1"])
+    model = Model(sizes.sizes_of(options, "cpu", 1))
+    with pytest.raises(MemoryError, match=r"no room for 2147483647 slots \(--slots\) of 1048576 tokens \(--max-length"):
+        Engine(model, Room(2**31 - 1, 1 << 20, 1, 8), one_rank, [one_rank], graphs=False)
+
+
+@pytest.mark.parametrize("program", [serve, train])
+def test_python_may_leave_texts_out_of_programs(
+    program: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``python -OO``."""
+    monkeypatch.setattr(program, "__doc__", None)
+    with pytest.raises(SystemExit):
+        program.parse(["--device", "cpu", "--seed", "-1"])
+    assert "--seed is -1" in capsys.readouterr().err
