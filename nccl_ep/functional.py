@@ -213,7 +213,8 @@ def combine_send(
     its counter has reached the threshold. For expert_major and packed, and rows, wire and outputs of one type; not with
     ``enable_shrink`` or several domains of GPUs. Other ranks need not give any. Low latency: with weights given here.
     High throughput: the whole operation runs at once, on the current stream or, with ``async_finish``, on the buffer's
-    own, and has no gradient; launch the kernel that writes the rows behind this call, or on another stream.
+    own, and has no gradient; launch the kernel that writes the rows behind this call, or on another stream. CUDA must
+    have loaded that kernel, by a launch before or with ``CUDA_MODULE_LOADING=EAGER``.
 
     Args:
         row_signals: int32 (or uint32) [L, ceil(C / rows_per_signal)], packed [ceil(N / rows_per_signal)], or flat with
