@@ -216,22 +216,6 @@ struct StagedSlot {
   }
 };
 
-// As poll_deadline(), of a row of this rank. It gives up an eighth before the deadline: other waits of the operation
-// begin at about the same time, and what they wait for would be named.
-static __device__ __noinline__ uint64_t poll_row_deadline(const OpContext& op, uint64_t start, int expert,
-                                                          uint64_t expected, uint64_t seen) {
-  if (op.has_failed()) {
-    op.has_given_up = 1;
-    return kWaitIsOver;
-  }
-  const uint64_t now = ptx::global_timer_ns();
-  if (start == 0) return now;
-  const uint64_t timeout_ns = ptx::ld_relaxed_sys(&op.state->failure_flag.timeout_ns);
-  if (now - start < timeout_ns - timeout_ns / 8) return start;
-  fail(op, Failure::kTimeout, Awaited::kRowSignal, expert, expected, seen, OpHeader{});
-  return kWaitIsOver;
-}
-
 // A token's rows here, added in the order of k, each product and sum rounded by itself; in rank layouts its one row.
 // kSignalled: a kernel on another stream still writes them (RowSignals). No row is loaded before its signal: the lane
 // that saw the signal acquires, and the warp's barrier hands that on to the lanes that load the row.
@@ -285,19 +269,20 @@ struct StagedRows {
   __device__ __forceinline__ bool await() const {
     if constexpr (!kSignalled) return false;  // rows are there when the kernel begins
     if (is_at_end()) return false;
-    uint64_t start = 0;
-    for (uint32_t attempts = 1;; attempts++) {
+    WaitBudget budget;
+    while (true) {
       uint32_t seen = 0;
       const int32_t row = row_under_way(seen);
       const unsigned late = __ballot_sync(~0u, row != kNoRow);
       __syncwarp();
       if (late == 0) return true;
-      if (attempts % 256 != 0) continue;
+      if (!budget.is_due()) continue;
       const int lane = __ffs(static_cast<int>(late)) - 1, awaited = __shfl_sync(~0u, row, lane);
       const RowSignals& signals = role.p.signals;
-      start = poll_row_deadline(role.op, start, signals.expert_of(awaited), signals.expected(awaited),
-                                __shfl_sync(~0u, seen, lane));
-      if (__any_sync(~0u, start == kWaitIsOver)) return false;
+      const bool is_over = budget.poll(role.op, Awaited::kRowSignal, signals.expert_of(awaited),
+                                       signals.expected(awaited), __shfl_sync(~0u, seen, lane));
+      __syncwarp();
+      if (__any_sync(~0u, is_over)) return false;
     }
   }
   __device__ __forceinline__ bool turn(unsigned unit) {
