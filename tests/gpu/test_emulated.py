@@ -65,6 +65,12 @@ def test_large_cases_give_the_oracles_bits(part: int) -> None:
         check_case(case, staged=number % 3 == 1, num_sms=number % 2 + 1)
 
 
+def test_dropped_rows_of_many_experts_are_added_up() -> None:
+    """130 experts on a rank, of each of which most rows are dropped: several warps count them."""
+    sizes = {"num_experts": 260, "topk": 8, "max_tokens": 24, "tokens": (24, 24), "capacity": 1}
+    check_case(plain_case(**sizes, capacity_kind="overflowing"))
+
+
 @pytest.mark.parametrize("alignment", [2**30, 2**31 - 1])
 def test_starts_that_no_int_holds_are_right(alignment: int) -> None:
     case = Expected(plain_case(layout="packed", num_experts=16, topk=4, expert_alignment=alignment, capacity=40))

@@ -232,7 +232,7 @@ MUTANTS = (
         old="const int alignment = role.tables.alignment[r];",
         new="const int alignment = role.p.output.alignment;",
         breaks="rows go to another rank by the sender's `expert_alignment`",
-        emulated=NOT_TRIED,
+        emulated="tests/gpu/test_emulated.py::test_high_throughput_keeps_each_promise[own_layouts-4]",
     ),
     Mutant(
         "ht_gpu_rail_skip_marks", "kernels, rail", "csrc/cuda/ht/links/combine.cuh",
@@ -268,14 +268,14 @@ MUTANTS = (
         old="wait_cost[source] += static_cast",
         new="wait_cost[source] = static_cast",
         breaks="the cost of a wait takes the place of earlier ones, and is not added to them",
-        emulated=NOT_TRIED,
+        emulated="tests/deep_ep/test_low_latency.py::test_waits_are_measured",
     ),
     Mutant(
         "ll_gpu_dropped_of_many", "kernels, low latency", "csrc/cuda/ll/dispatch/info.cuh",
         old="    dropped = atomicAdd(&bitmap.total(RoutingBitmap::kDropped), 0);\n",
         new="",
         breaks="of more than 64 experts, `overflow` has the dropped rows of some",
-        emulated=NOT_TRIED,
+        emulated="tests/gpu/test_emulated.py::test_dropped_rows_of_many_experts_are_added_up",
     ),
     Mutant(
         "arrivals_block", "arrivals", "csrc/runtime/common/arrivals.h",
