@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 MAX_SEED = 2**32 - 1
+_MOST_NAME = 200  # bytes, of a file beside which another is written first
 MOST = 2**31 - 1  # of any whole number that has no other limit
 
 
@@ -97,6 +98,8 @@ def file_to_write(text: str) -> str:
     path = Path(text)
     if not text or path.is_dir():
         raise argparse.ArgumentTypeError(f"is {text!r}, a folder; must be a file to write")
+    if (length := len(os.fsencode(path.name))) > _MOST_NAME:
+        raise argparse.ArgumentTypeError(f"has a name of {length} bytes, must have at most {_MOST_NAME}")
     folder_to_write(str(path.parent))
     return text
 

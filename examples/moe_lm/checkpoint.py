@@ -106,6 +106,11 @@ def _state(model: Model, optimiser: torch.optim.Optimizer | None) -> dict[str, T
 # ---- Save
 
 
+def prepare(folder: str) -> None:
+    """Collective, before there is anything to save: makes the folder. All raise where that fails."""
+    _on_rank_0(folder, lambda: Path(folder).mkdir(parents=True, exist_ok=True))
+
+
 def save(folder: str, model: Model, optimiser: torch.optim.Optimizer, step: int) -> None:
     """Collective. ``model``: not the wrapper around it. If a rank fails, all raise, and the old checkpoint stays."""
     rank = _rank()

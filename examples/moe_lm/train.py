@@ -237,6 +237,8 @@ class Trainer:
 
 def train(world: Ranks, options: argparse.Namespace) -> dict[str, Any]:
     """What was measured, the same on every rank but for times."""
+    if options.save:
+        checkpoint.prepare(options.save)
     trainer = Trainer(world, options)
     tokens = options.sequences * options.length
     progress: list[dict[str, Any]] = []

@@ -45,6 +45,7 @@ OF_BOTH = [
     ("--exchange nccl_ep,nccl_ep", "--exchange is nccl_ep,nccl_ep, names something twice"),
     ("--exchange nccl_ep,", "--exchange is nccl_ep,:  is none of nccl_ep, "),
     ("--report {tmp}", "--report is '{tmp}', a folder; must be a file to write"),
+    (f"--report {{tmp}}/{'x' * 201}", "--report: has a name of 201 bytes, must have at most 200"),
     ("--report {tmp}/file/report.json", "--report is '{tmp}/file': {tmp}/file is no folder"),
     ("--load {tmp}/saved --report {tmp}/saved/checkpoint.json {own}", "/checkpoint.json, in the checkpoint of --load"),
     ("--ranks 2147483648", "--ranks is 2147483648, must be at most 2147483647"),

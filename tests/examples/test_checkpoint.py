@@ -305,6 +305,26 @@ def test_what_the_user_has_beside_it_stays(tmp_path: Path) -> None:
     assert not (tmp_path / f"{INDEX}.0123abcd.new").exists() and len(list(tmp_path.glob("data-*"))) == 2
 
 
+def test_a_folder_that_cannot_be_made_is_found_before() -> None:
+    with pytest.raises(CheckpointError, match="/proc/nosuch: FileNotFoundError"):
+        checkpoint.prepare("/proc/nosuch")
+
+
+def test_what_is_no_file_stays_what_it_is(tmp_path: Path) -> None:
+    """A report to a pipe, as /dev/null and /dev/stdout are like it, and to a link."""
+    pipe, link, target = tmp_path / "pipe", tmp_path / "link", tmp_path / "target"
+    os.mkfifo(pipe)
+    link.symlink_to(target)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    for path in (pipe, link):
+        files.write_whole(path, "text")
+    assert os.read(reader, 10) == b"text" and pipe.is_fifo()
+    os.close(reader)
+    assert link.is_symlink() and target.read_text() == "text"
+    with pytest.raises(OSError, match="File name too long"):
+        files.write_whole(tmp_path / ("x" * 250), "text")
+
+
 def test_nothing_is_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path / "one", 1)
     shutil.copytree(tmp_path / "one", tmp_path / "copy")
