@@ -18,6 +18,7 @@ from pathlib import Path
 
 NEWEST = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (7, 0, 0)}  # PEP 600, and gcc 8
 LIBRARIES = {"libc.so.6": "libc_nonshared.a", "libm.so.6": "", "libstdc++.so.6": "libstdc++.a"}  # and their archives
+LOADER = "ld-linux-x86-64.so.2"  # has __tls_get_addr
 WERE_THEIR_OWN = ("libpthread.so.0", "libdl.so.2", "librt.so.1")  # libraries whose symbols are in libc.so.6 by now
 SYMBOL = re.compile(
     r"^[0-9a-f]+ (?P<kind>.{7}) (?P<section>\S+)\s+(?P<size>[0-9a-f]+)\s+\(?(?P<version>\S+?)\)?\s+(?P<name>\S+)$"
@@ -79,9 +80,12 @@ def find(name: str) -> Path:
 def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     folder = folder.resolve()
+    write_stub(folder, LOADER, symbols(find(LOADER)))
     for soname, archive in {**LIBRARIES, **dict.fromkeys(WERE_THEIR_OWN, "")}.items():
         write_stub(folder, soname, symbols(find(soname)) if soname in LIBRARIES else {})
         inputs = [folder / soname, *([find(archive)] if archive else [])]
+        if soname == "libc.so.6":
+            inputs.append(f"AS_NEEDED ( {folder / LOADER} )")
         script = folder / (soname.split(".so")[0] + ".so")  # what -l finds
         script.write_text(f"GROUP ( {' '.join(map(str, inputs))} )\n")
 
