@@ -18,6 +18,7 @@ from pathlib import Path
 from compare_kernels import find_cuobjdump
 
 MAX_BYTES = 15 * 2**20  # of a wheel without kernels, or with those for one architecture
+MAX_GIN_BYTES = 12 * 2**20  # more for each of --gin, and architecture
 MAX_IMPORT_SECONDS = 0.15
 MAX_GLIBC = (2, 28)
 SHIMS = ("deep_ep/__init__.py", "deep_ep/utils/__init__.py", "deep_ep_cpp.py")  # what PYTHONPATH has of nccl_ep.deep_ep
@@ -92,7 +93,7 @@ def main() -> None:
     parser.add_argument("--gin", nargs="+", default=[])
     given = parser.parse_args()
     size = given.wheel.stat().st_size
-    most = MAX_BYTES * max(1, len(given.architectures))
+    most = (MAX_BYTES + MAX_GIN_BYTES * len(given.gin)) * max(1, len(given.architectures))
     assert size <= most, f"{given.wheel} has {size} bytes, more than {most}"
     with zipfile.ZipFile(given.wheel) as archive, tempfile.TemporaryDirectory() as folder:
         names = archive.namelist()

@@ -131,6 +131,7 @@ def name_torch(wheel: Path, torch: str, tools: Path) -> Path:
     """The wheel in dist/ whose version and metadata name the torch that it is for."""
     with zipfile.ZipFile(wheel) as archive:
         (info,) = {top for name in archive.namelist() if (top := name.split("/")[0]).endswith(".dist-info")}
+    shutil.rmtree(WORK / "unpacked", ignore_errors=True)
     run(tools / "wheel", "unpack", "--dest", WORK / "unpacked", wheel)
     folder = WORK / "unpacked" / info.removesuffix(".dist-info")
     version = info.removesuffix(".dist-info").split("-")[1]
@@ -140,6 +141,7 @@ def name_torch(wheel: Path, torch: str, tools: Path) -> Path:
     assert count == 1, text
     metadata.write_text(text.replace(f"\nVersion: {version}\n", f"\nVersion: {local}\n", 1))
     (folder / info).rename(folder / info.replace(version, local))
+    (ROOT / "dist").mkdir(exist_ok=True)
     run(tools / "wheel", "pack", "--dest-dir", ROOT / "dist", folder)
     shutil.rmtree(WORK / "unpacked")
     (found,) = (ROOT / "dist").glob(wheel.name.replace(version, local, 1))
