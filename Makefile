@@ -23,7 +23,7 @@ SHELL := /bin/bash
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
 PYTHON ?= python3
-JOBS ?= $(shell nproc)
+JOBS ?= $(shell env -u OMP_NUM_THREADS nproc)
 CMAKE_FLAGS ?=
 ARCHS ?= 90a
 NCCL_EP_CUDA ?= $(if $(wildcard /dev/nvidia[0-9]*),AUTO,OFF)

@@ -26,7 +26,7 @@ class PickyBackend : public Backend {
   LlEpochs settle() override { return {}; }
   void restart(const LlEpochs&) override {}
   void unmask_all() override {}
-  void replace(Bootstrap&, int) override {}
+  void replace(Bootstrap&, int, double) override {}
   void set_mask(int, bool) override {}
   Failure failure() const override { return {}; }
   Report report(bool) override { return {}; }
