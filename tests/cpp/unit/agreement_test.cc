@@ -105,6 +105,10 @@ TEST(Describe, ACallIsToldWithItsArguments) {
             "dispatch(bf16, hidden 7168, top-8, 256 experts, max_tokens 128, quant fp8, 224 bytes of scales a row)");
   OpHeader call = dispatch_call();
   call.words[OpHeader::kOperation] = pack_operation(Operation::kCombine, DType::kF16, Quant::kNone, DType::kF32);
+  EXPECT_EQ(describe(call),
+            "combine(fp16, hidden 7168, top-8, 256 experts, max_tokens 128, wire fp32, with a scalar for each choice, "
+            "as gradients of weights are)");
+  call.words[OpHeader::kScaleBytes] = 0;
   EXPECT_EQ(describe(call), "combine(fp16, hidden 7168, top-8, 256 experts, max_tokens 128, wire fp32)");
   call.words[OpHeader::kOperation] =
       pack_operation(Operation::kCombineWeighted, DType::kF16, Quant::kNone, DType::kF32);
