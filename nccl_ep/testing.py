@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from .bootstrap import late
 from .errors import TimeoutError
+from .meeting import late
 
 T = TypeVar("T")
 

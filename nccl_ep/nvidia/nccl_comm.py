@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ..bootstrap import late
 from ..errors import SystemError
+from ..meeting import late
 
 _UINT8 = 1  # ncclDataType_t
 _LENGTH_BYTES = 8

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import nccl_ep
 import nccl_ep.deep_ep
-from nccl_ep import bootstrap
+from nccl_ep import meeting
 from nccl_ep.bootstrap import ProcessGroupRendezvous
 from nccl_ep.testing import ThreadGroup, run_ranks
 from tests.support.patience import PATIENCE, Clock
@@ -206,7 +206,7 @@ def test_a_caller_that_is_lost_behind_its_roster_is_followed(
     store: dist.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others have joined its meeting, in which it has said nothing yet."""
-    lost, usual = threading.Event(), bootstrap._Store.set
+    lost, usual = threading.Event(), meeting.KeyStore.set
 
     def lose_first(self: Any, key: str, value: bytes) -> None:
         if key.endswith("/0/0") and not lost.is_set():
@@ -214,7 +214,7 @@ def test_a_caller_that_is_lost_behind_its_roster_is_followed(
             raise _LostError
         usual(self, key, value)
 
-    monkeypatch.setattr(bootstrap._Store, "set", lose_first)
+    monkeypatch.setattr(meeting.KeyStore, "set", lose_first)
 
     def body(group: ThreadGroup) -> None:
         rank = group.rank()

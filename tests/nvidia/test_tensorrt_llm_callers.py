@@ -35,6 +35,15 @@ from tests.support.ranks import DEVICE, same_for_all
 MOST_ROWS = RANKS * MOST
 
 
+def routed(owner: ep.Group, handle: ep.Handle | None, layout: ep.Layout, ids: torch.Tensor) -> ep.Handle:
+    """One handle for all steps: made in the first, with int32 ids."""
+    routing = Tensor(ids.int())
+    if handle is None:
+        return owner.create_handle(layout, routing, stream=0)
+    handle.update(routing, stream=0)
+    return handle
+
+
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_bytes", "nvfp4"])
 def test_low_latency(recipe: str) -> None:
     """Ranks that meet by a unique id, one handle for all steps, int32 ids, global ids by ``_lowpp``, window outputs."""
@@ -64,14 +73,10 @@ def test_low_latency(recipe: str) -> None:
         config_of_dispatch = ep.DispatchConfig(
             round_scales=0, quantization_recipe=recipes.FWD if recipe == "nvfp4" else recipes.NONE
         )
-        handle: Any = None
+        handle: ep.Handle | None = None
         for seed in range(2):
             mine = tokens_of(rank, seed)
-            routing = Tensor(mine.ids.int())
-            if handle is None:
-                handle = owner.create_handle(ep.Layout.RANK_MAJOR, routing, stream=0)
-            else:
-                handle.update(routing, stream=0)
+            handle = routed(owner, handle, ep.Layout.RANK_MAJOR, mine.ids)
             payload = mine.x[:, :width].contiguous()
             factors = mine.x[:, : HIDDEN // 32].contiguous().view(torch.uint8)
             inputs = ep.DispatchInputs(
@@ -112,14 +117,10 @@ def test_high_throughput() -> None:
         ids = torch.empty(MOST_ROWS, TOPK, dtype=torch.int64)
         outputs = ep.DispatchOutputs(tokens=Tensor(rows), topk_weights=Tensor(weights), topk_idx=Tensor(ids))
         config = ep.DispatchConfig(round_scales=0, quantization_recipe=ep.DispatchQuantizationRecipe.NONE)
-        handle: Any = None
+        handle: ep.Handle | None = None
         for seed in range(2):
             mine = tokens_of(rank, seed)
-            routing = Tensor(mine.ids.int())
-            if handle is None:
-                handle = owner.create_handle(ep.Layout.FLAT, routing, stream=0)
-            else:
-                handle.update(routing, stream=0)
+            handle = routed(owner, handle, ep.Layout.FLAT, mine.ids)
             inputs = ep.DispatchInputs(tokens=Tensor(mine.x), topk_weights=Tensor(mine.weights))
             handle.dispatch(inputs, outputs, layout_info=None, config=config, stream=0)
             came = tokens_for(rank, seed)
