@@ -33,14 +33,15 @@ def count_constant(out, size: tl.constexpr, step: tl.constexpr):
     tl.store(out, blocks)
 
 
+said = [f"triton {version('triton')} numpy {version('numpy')}"]
 for kernel in (count, count_constant):
     out = torch.zeros(1, dtype=torch.int32)
     try:
         kernel[(1,)](out, 8, 2)
-        said = f"{int(out)} blocks"
+        said.append(f"{kernel.__name__} {int(out)}")
     except Exception as error:
-        said = f"{type(error).__name__}: {str(error).splitlines()[-1]}"
-    print(f"triton {version('triton')} numpy {version('numpy')} {kernel.__name__}: {said}")
+        said.append(f"{kernel.__name__} {type(error).__name__}: {str(error).splitlines()[-1]}")
+print(", ".join(said))
 EOF
 venv/bin/python -m pip install --quiet --disable-pip-version-check torch==2.15.0
 for version in 3.6.0 3.9.0; do
@@ -50,12 +51,8 @@ for version in 3.6.0 3.9.0; do
   done
 done
 diff seen - << 'EOF' || { echo changed >&2; exit 1; }
-triton 3.6.0 numpy 2.2.6 count: 4 blocks
-triton 3.6.0 numpy 2.2.6 count_constant: 4 blocks
-triton 3.6.0 numpy 2.4.6 count: InterpreterError: TypeError('only 0-dimensional arrays can be converted to Python scalars')
-triton 3.6.0 numpy 2.4.6 count_constant: 4 blocks
-triton 3.9.0 numpy 2.2.6 count: 4 blocks
-triton 3.9.0 numpy 2.2.6 count_constant: 4 blocks
-triton 3.9.0 numpy 2.4.6 count: 4 blocks
-triton 3.9.0 numpy 2.4.6 count_constant: 4 blocks
+triton 3.6.0 numpy 2.2.6, count 4, count_constant 4
+triton 3.6.0 numpy 2.4.6, count InterpreterError: TypeError('only 0-dimensional arrays can be converted to Python scalars'), count_constant 4
+triton 3.9.0 numpy 2.2.6, count 4, count_constant 4
+triton 3.9.0 numpy 2.4.6, count 4, count_constant 4
 EOF
