@@ -104,8 +104,9 @@ def run_processes(
     """What ``body`` returned on every rank. Fails if one failed or did not exit with 0."""
     with processes(num_ranks, body, directory, *args) as world:
         outcomes = [world.wait(rank, timeout) for rank in range(num_ranks)]
+    errors = [f"rank {rank}: {outcome.error}" for rank, outcome in enumerate(outcomes) if outcome.error]
+    assert not errors, "\n".join(errors)  # of all: one rank's error is often only that another had one
     for rank, outcome in enumerate(outcomes):
-        assert not outcome.error, f"rank {rank}: {outcome.error}"
         assert outcome.exitcode == 0, f"rank {rank} ended with {outcome.exitcode}"
     return [outcome.value for outcome in outcomes]
 
