@@ -73,9 +73,13 @@ bench: extension
 
 # --- Set-up and build ---------------------------------------------------------------------------------------------------
 
+# Python compiles what is imported, when it is: a third of what is installed. It has to keep that.
+pip_flags := --quiet --disable-pip-version-check --no-compile
+unexport PYTHONDONTWRITEBYTECODE
+
 .venv/ready: requirements/dev.txt
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
-	.venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/dev.txt
+	.venv/bin/python -m pip install $(pip_flags) -r requirements/dev.txt
 	echo '$(CURDIR)' > "$$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nccl_ep_source.pth"
 	touch $@
 
@@ -150,7 +154,7 @@ newest_tests := tests/api tests/torch_events tests/ll tests/ht tests/deep_ep tes
 
 .venv-newest/ready: requirements/newest.txt
 	test -x .venv-newest/bin/python || "$$($(PYTHON) tools/newer_python.py || echo $(PYTHON))" -m venv .venv-newest
-	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/newest.txt
+	.venv-newest/bin/python -m pip install $(pip_flags) -r requirements/newest.txt
 	site="$$(.venv-newest/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"; \
 	    ln -sf '$(CURDIR)/tests/support/other_build.py' "$$site/nccl_ep_other_build.py"; \
 	    printf '%s\n' '$(CURDIR)' "import nccl_ep_other_build as o; o.use('$(CURDIR)/build/newest', target='newest')" \
@@ -171,8 +175,8 @@ newest: newest-extension
 	site="$$(.venv-frameworks/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"; \
 	    printf '%s\n' '$(CURDIR)' "$$(.venv-newest/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
 	    "import nccl_ep_other_build as o; o.use('$(CURDIR)/build/newest', target='newest')" > "$$site/nccl_ep_source.pth"
-	.venv-frameworks/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/frameworks.txt
-	.venv-frameworks/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/frameworks_alone.txt
+	.venv-frameworks/bin/python -m pip install $(pip_flags) -r requirements/frameworks.txt
+	.venv-frameworks/bin/python -m pip install $(pip_flags) --no-deps -r requirements/frameworks_alone.txt
 	touch $@
 
 frameworks: newest-extension .venv-frameworks/ready
@@ -184,7 +188,7 @@ frameworks: newest-extension .venv-frameworks/ready
 	site="$$(.venv-docs/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"; \
 	    printf '%s\n' '$(CURDIR)' "$$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
 	    > "$$site/nccl_ep_source.pth"
-	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/docs.txt
+	.venv-docs/bin/python -m pip install $(pip_flags) -r requirements/docs.txt
 	touch $@
 
 docs: extension .venv-docs/ready

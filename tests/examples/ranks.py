@@ -20,8 +20,8 @@ from examples.moe_lm.sizes import Sizes
 
 SIZES = "--device cpu --hidden 32 --heads 2 --expert-inner 32 --shared-inner 32"
 SMALL = f"{SIZES} --length 16 --sequences 4 --profile-at -1 --log-every 10"
-STEPS = 200  # of the curves that have to fall
-COMPARED = 60  # of those that only have to be the same
+STEPS = 80  # of the curves that have to fall
+COMPARED = 20  # of those that only have to be the same
 BAD_ONES = 27
 SERVING = f"{SIZES} --slots 4 --prompt 3-12 --output 2-6 --requests 9"
 
