@@ -17,6 +17,7 @@ from nccl_ep import deep_ep
 from nccl_ep.bootstrap import SoloRendezvous
 from nccl_ep.room import LlSizes, Room
 from nccl_ep.testing import ThreadGroup
+from tests.support.patience import PATIENCE
 from tests.support.processes import run_processes
 
 SIZES: dict[str, Any] = {"max_tokens": 8, "hidden": 64, "topk": 2, "num_experts": 4, "device": "cpu", "mode": "auto"}
@@ -40,7 +41,7 @@ def test_a_buffer_is_destroyed_beside_an_operation(mode: str) -> None:
     errors: list[Exception] = []
 
     def make(rank: int) -> None:
-        buffers[rank] = nccl_ep.Buffer.for_shapes(groups[rank], **SIZES, timeout=2.0)
+        buffers[rank] = nccl_ep.Buffer.for_shapes(groups[rank], **SIZES, timeout=PATIENCE)
 
     def wait() -> None:
         try:

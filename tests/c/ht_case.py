@@ -229,12 +229,13 @@ def run_route_that_fails(library: Library, group: Any, device: str, meet: Callab
     """Rank 1 leaves rank 0 alone in its second route, and the info tensor there says that nothing was received. The
     ranks then meet."""
     expected = Expected(plain_case(2, layout="packed"))
-    run = HtCaseRun(library, expected, HtPlan.of(expected.case), group, device, timeout_ns=2 * SECOND)
+    run = HtCaseRun(library, expected, HtPlan.of(expected.case), group, device)
     handle, ids = c.c_void_p(), run.move(expected.inputs[run.rank].topk_idx)
     library.InitHandle(handle, run.group, run.handle_config(), None)
     library.UpdateHandle(handle, tensor(ids))
     assert run.route(handle).cpu().any()
     if run.rank == 0:
+        library.GroupSetTimeout(run.group, 2 * SECOND)
         info = run.new_info()
 
         def route() -> None:

@@ -14,7 +14,7 @@ from tests.support.processes import run_processes
 
 # By file: what has another form there, or no meaning on two GPUs, and how many tests are left at least.
 FILES: dict[str, tuple[str, int]] = {
-    # A deadline of 0.3 s is for making the group, too: tests/gpu/test_masks.py has ranks that are late.
+    # tests/gpu/test_masks.py has ranks that are late.
     "tests/nvidia/test_group.py": ("late_is_an_error or communicator or test_tensors", 16),
     "tests/nvidia/test_low_latency.py": ("", 26),
     "tests/nvidia/test_high_throughput.py": ("", 14),

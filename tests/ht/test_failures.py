@@ -25,9 +25,9 @@ from tests.support.patience import PATIENCE, Clock, raises_at_once, with_more_ti
 from tests.support.processes import processes
 
 
-def _buffer(num_ranks: int, group: Any, domain_size: int, timeout: float = PATIENCE) -> nccl_ep.Buffer:
+def _buffer(num_ranks: int, group: Any, domain_size: int) -> nccl_ep.Buffer:
     return nccl_ep.Buffer.for_shapes(
-        group, max_tokens=8, hidden=64, topk=2, num_experts=2 * num_ranks, mode="ht", device="cpu", timeout=timeout,
+        group, max_tokens=8, hidden=64, topk=2, num_experts=2 * num_ranks, mode="ht", device="cpu", timeout=PATIENCE,
         domain_size=domain_size,
     )  # fmt: skip
 
@@ -214,10 +214,10 @@ def test_ranks_with_different_combines_are_told_both(odd: str, num_ranks: int, d
 @pytest.mark.parametrize("step", ["combine", "cached"])
 def test_a_changed_handle_fails_the_buffer_and_touches_no_memory(step: str) -> None:
     """Rows far beyond another rank's are found amid the call: no memory is touched there, the buffer has failed."""
-    deadline, num_tokens, topk = 2.0, 4, 2
+    num_tokens, topk = 4, 2
 
     def body(group: ThreadGroup) -> None:
-        buffer = _buffer(2, group, 2, deadline)
+        buffer = _buffer(2, group, 2)
         x = torch.ones(num_tokens, 64, dtype=torch.bfloat16)
         ids = torch.tensor([[0, 2]] * num_tokens)
         out = nccl_ep.dispatch(
@@ -236,6 +236,7 @@ def test_a_changed_handle_fails_the_buffer_and_touches_no_memory(step: str) -> N
 
         group.allgather(b"", PATIENCE)
         if buffer.rank == 1:
+            buffer.set_timeout(2.0)
             with pytest.raises(nccl_ep.TimeoutError, match="rank 0"):
                 call()
         else:

@@ -77,8 +77,9 @@ def test_buffers_that_are_gone_have_no_counters_and_names_are_escaped() -> None:
 
 def test_a_buffer_that_has_failed_says_so() -> None:
     def body(group: ThreadGroup) -> str:
-        with nccl_ep.Buffer.for_shapes(group, timeout=0.2, name=f"failing.rank{group.rank()}", **SIZES) as buffer:
+        with nccl_ep.Buffer.for_shapes(group, name=f"failing.rank{group.rank()}", **SIZES) as buffer:
             if group.rank() == 0:
+                buffer.set_timeout(0.2)
                 with pytest.raises(nccl_ep.TimeoutError):
                     programs.exchange(buffer, 0, "ll", 0)
             group.allgather(b"", 60)

@@ -140,8 +140,9 @@ def test_a_compiled_function_is_recorded(tmp_path: Path) -> None:
 
 def test_an_operation_that_fails_is_marked_and_raises_as_ever(tmp_path: Path) -> None:
     def body(group: ThreadGroup) -> None:
-        with nccl_ep.Buffer.for_shapes(group, timeout=0.2, **SIZES) as buffer:
+        with nccl_ep.Buffer.for_shapes(group, **SIZES) as buffer:
             if group.rank() == 0:
+                buffer.set_timeout(0.2)
                 x = torch.ones(TOKENS, HIDDEN).bfloat16()
                 with pytest.raises(nccl_ep.TimeoutError, match="rank 1"):
                     nccl_ep.dispatch(x, programs.ids_of(0, 0), buffer=buffer, num_experts=EXPERTS)
