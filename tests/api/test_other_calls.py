@@ -15,7 +15,7 @@ import torch
 import nccl_ep
 from nccl_ep import _C
 from nccl_ep.testing import ThreadGroup, run_ranks
-from tests.support.patience import PATIENCE, Clock
+from tests.support.patience import DEADLINES, PATIENCE, Clock, Late, with_more_time
 
 X, IDS = torch.ones(4, 64, dtype=torch.bfloat16), torch.tensor([[0, 5], [1, 4], [2, 3], [0, -1]])
 FORM: dict[str, Any] = {"num_experts": 6, "layout": "flat"}
@@ -59,21 +59,27 @@ def _call(what: str, buffer: nccl_ep.Buffer, out: nccl_ep.DispatchOutput) -> Non
 def test_the_error_names_what_the_other_rank_called(mine: str, theirs: str, told: str, domain_size: int) -> None:
     waits = domain_size == 1 or _C.EMULATES_GPU
 
-    def body(group: ThreadGroup) -> str:
+    def body(group: ThreadGroup, deadline: float) -> str:
         with _buffer(group, domain_size=domain_size) as buffer:
             out = nccl_ep.dispatch(X, IDS, buffer=buffer, **FORM)
             nccl_ep.combine(out.x, out.handle)
-            buffer.set_timeout(0.5 if waits else 2 * PATIENCE)
+            buffer.set_timeout(deadline if waits else 2 * PATIENCE)
+            group.allgather(b"", PATIENCE)
             with Clock(PATIENCE), pytest.raises(nccl_ep.TimeoutError if waits else nccl_ep.MismatchError) as failed:
                 _call(theirs if group.rank() == 1 else mine, buffer, out)
             return str(failed.value)
 
-    texts = run_ranks(3, body)
-    for text in (texts[0], texts[2]):
-        assert re.search(told + " instead" if waits else told, text), text
-        assert not waits or "nothing of this call was heard from rank 1" in text, text
-    assert texts[1].count("instead") == (2 if waits else 0), texts[1]  # of both others
-    assert waits or re.search("rank 1 called .*, rank [02] called ", texts[1]), texts[1]
+    def run(deadline: float) -> None:
+        texts = run_ranks(3, lambda group: body(group, deadline))
+        if waits and [text.count("instead") for text in texts] != [1, 2, 1]:  # one had not called yet
+            raise Late("; ".join(texts))
+        for text in (texts[0], texts[2]):
+            assert re.search(told + " instead" if waits else told, text), text
+            assert not waits or "nothing of this call was heard from rank 1" in text, text
+        assert waits or "instead" not in texts[1], texts[1]
+        assert waits or re.search("rank 1 called .*, rank [02] called ", texts[1]), texts[1]
+
+    with_more_time(run, (0.5, *DEADLINES[1:]))
 
 
 def test_a_send_that_is_under_way_is_no_other_call() -> None:
@@ -84,6 +90,7 @@ def test_a_send_that_is_under_way_is_no_other_call() -> None:
             out = nccl_ep.dispatch(X, IDS, buffer=buffer, **FORM)
             pending = nccl_ep.combine_send(out.x, out.handle)
             buffer.set_timeout(0.5)
+            group.allgather(b"", 60.0)
             if group.rank() == 1:
                 group.allgather(b"", 60.0)
                 return ""

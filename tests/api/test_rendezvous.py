@@ -18,7 +18,7 @@ import nccl_ep.deep_ep
 from nccl_ep import meeting
 from nccl_ep.bootstrap import ProcessGroupRendezvous
 from nccl_ep.testing import ThreadGroup, run_ranks
-from tests.support.patience import PATIENCE, Clock
+from tests.support.patience import DEADLINES, PATIENCE, Clock, Late, with_more_time
 from tests.support.processes import run_processes
 
 SIZES: dict[str, Any] = {"max_tokens": 8, "hidden": 64, "topk": 2, "num_experts": 4, "device": "cpu"}
@@ -233,17 +233,25 @@ class _LostError(Exception):
     pass
 
 
-def test_the_missing_rank_is_named(store: dist.Store) -> None:
-    def body(group: ThreadGroup) -> None:
-        rank = group.rank()
-        for missing in range(3):
-            if rank != missing:
-                end = ProcessGroupRendezvous(_nameless(store, rank, 3))
-                with pytest.raises(nccl_ep.TimeoutError, match=rf"nothing was heard from rank {missing}$"):
-                    end.allgather(b"", 0.3)
-            group.allgather(b"", PATIENCE)
+@pytest.mark.parametrize("missing", range(3))
+def test_the_missing_rank_is_named(missing: int, store: dist.Store) -> None:
+    def body(group: ThreadGroup, deadline: float) -> str:
+        group.allgather(b"", PATIENCE)
+        if group.rank() == missing:
+            return ""
+        with pytest.raises(nccl_ep.TimeoutError) as caught:
+            ProcessGroupRendezvous(_nameless(store, group.rank(), 3)).allgather(b"", deadline)
+        return str(caught.value)
 
-    run_ranks(3, body)
+    def run(deadline: float) -> None:
+        for rank, text in enumerate(run_ranks(3, lambda group: body(group, deadline))):
+            if rank != missing:
+                named = text.split("nothing was heard from rank ")[1].split(", ")
+                assert str(missing) in named, text
+                if len(named) > 1:
+                    raise Late(text)
+
+    with_more_time(run, (0.3, *DEADLINES[1:]))
 
 
 @pytest.mark.parametrize("tries", [1, 3])

@@ -24,7 +24,7 @@ from tests.gpu.delays import COMBINE, DISPATCH, SEARCHES, Search, delays, meet, 
 from tests.ht.harness import HtCoverage, check_ht_case
 from tests.support.expected import Expected, large_cases, plain_case, shared_buffer
 from tests.support.harness import case_buffer, check_case
-from tests.support.patience import PATIENCE, Late, with_more_time
+from tests.support.patience import DEADLINES, PATIENCE, Late, with_more_time
 
 pytestmark = pytest.mark.skipif(not _C.EMULATES_GPU, reason="no emulated GPU: make emulated")
 
@@ -284,13 +284,13 @@ def test_rows_that_nobody_announces_end_at_the_deadline(kind: int, layout: str) 
     """All ranks wait for rows, by way of the warp that watches where rows are copied, and end with the deadline."""
     case = Expected(plain_case(2, layout=layout))
 
-    def body(group: ThreadGroup) -> str:
+    def body(group: ThreadGroup, deadline: float) -> str:
         with case_buffer(case.case, group, mode="ht", device="cpu") as buffer:
             out = case.send(buffer)
             meet(group)
             if group.rank() == 0:
                 set_testing(bugs=["unannounced_rows"], kinds=kind)
-            buffer.set_timeout(0.5)
+            buffer.set_timeout(deadline)
             meet(group)
             with pytest.raises(nccl_ep.TimeoutError) as caught:
                 if kind == DISPATCH:
@@ -302,13 +302,17 @@ def test_rows_that_nobody_announces_end_at_the_deadline(kind: int, layout: str) 
             meet(group)
             return str(caught.value)
 
-    try:
-        texts = run_ranks(2, body)
-    finally:
-        set_testing()
-    for rank, text in enumerate(texts):
-        assert f"rank {rank} waited 0.5 s for" in text
-        assert ("row" if kind == DISPATCH else "read") in text
+    def run(deadline: float) -> None:
+        try:
+            texts = run_ranks(2, lambda group: body(group, deadline))
+        finally:
+            set_testing()
+        for rank, text in enumerate(texts):
+            assert f"rank {rank} waited {deadline:g} s for" in text
+            if ("row" if kind == DISPATCH else "read") not in text:
+                raise Late(text)
+
+    with_more_time(run, (0.5, *DEADLINES[1:]))
 
 
 @pytest.mark.parametrize("mode", ["ll", "ht"])

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -155,11 +156,38 @@ def run_on_one_gpu(cases: list[Parted], run: Callable[..., None] = run_in_step) 
 PHASES = ("dispatch", "receive", "combine", "home weights", "unweighted rows", "combine_weights")
 
 
-def _tell_if_late(group: Any, text: str) -> None:
+def tell_if_late(group: Any, text: str) -> None:
     """All ranks meet, and hear of a living one that was masked: others have wrong results for it."""
     told = [text] if group is None else [each.decode() for each in group.allgather(text.encode(), PATIENCE)]
     if any(told):
         raise Late("; ".join(filter(None, told)))
+
+
+def go_on_without(
+    missing: int, buffer: nccl_ep.Buffer, whole: Expected, rest: Expected, *, calls: int, deadline: float, group: Any
+) -> None:
+    """Dispatches of the others, with the inputs of all; `rest`: what they must give. The missing rank makes none."""
+    rank, text = buffer.rank, ""
+    outs: list[nccl_ep.DispatchOutput] = []
+    if rank != missing:
+        buffer.set_timeout(deadline)
+        outs = [dispatch_case(whole.case, whole.inputs[rank], buffer) for _ in range(calls)]
+        masked = masks_of(buffer)
+        text = "" if masked == [missing] else f"rank {rank} has masked {masked}"
+    tell_if_late(group, text)
+    for out in outs:
+        rest.check_dispatch(out, rank)
+
+
+def fail_to_clean(missing: int, buffer: nccl_ep.Buffer, group: Any) -> None:
+    """By all ranks; the missing one does not clean. group: not the buffer's own, of which that would be a round."""
+    rank, text = buffer.rank, ""
+    if rank != missing:
+        with pytest.raises(nccl_ep.TimeoutError, match="to clean its masks; nothing was heard from rank ") as caught:
+            deep_ep.Buffer.of(buffer).low_latency_clean_mask_buffer()
+        text = str(caught.value)
+        text = "" if text.endswith(f" from rank {missing}") else text
+    tell_if_late(group, text)
 
 
 class LateRank:
@@ -227,7 +255,7 @@ class LateRank:
 
     def _masked_alone(self, buffer: nccl_ep.Buffer, group: Any) -> None:
         masked = masks_of(buffer)
-        _tell_if_late(group, "" if masked == [self.missing] else f"rank {buffer.rank} has masked {masked}")
+        tell_if_late(group, "" if masked == [self.missing] else f"rank {buffer.rank} has masked {masked}")
 
     def _send_home(self, buffer: nccl_ep.Buffer, handle: nccl_ep.Handle) -> torch.Tensor:
         case, rank = self.case.whole, buffer.rank
@@ -239,7 +267,7 @@ class LateRank:
     def _come_late(self, buffer: nccl_ep.Buffer, group: Any) -> None:
         case, rest, rank = self.case.whole, self.rests[1], self.missing
         out = self._dispatch_with_all(buffer)
-        _tell_if_late(group, "")
+        tell_if_late(group, "")
         group.allgather(b"", PATIENCE)
         if out is not None:  # what the others had sent by then may be taken or not
             got, is_scalar = self._send_home(buffer, out.handle), self.phase == "combine_weights"

@@ -177,8 +177,8 @@ def _lose(lives: Lives, phase: int, part: _Oracle, work: _Work) -> None:
             torch.cuda.synchronize()
         if buffer.masked != [victim]:
             raise Late(f"rank {buffer.rank} has masked {buffer.masked}, rank {victim} has gone")
+        buffer.set_timeout(PATIENCE)
         work.check(part)
-    buffer.set_timeout(PATIENCE)
 
 
 # ---- All ranks

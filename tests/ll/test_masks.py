@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
@@ -19,6 +18,8 @@ from tests.ll.mask_ranks import (
     LateRank,
     Parted,
     come_at_the_deadline,
+    fail_to_clean,
+    go_on_without,
     masks_of,
     run_all,
     run_over_shapes,
@@ -26,7 +27,7 @@ from tests.ll.mask_ranks import (
 from tests.support.cases import generate
 from tests.support.expected import Expected, plain_case, shared_buffer
 from tests.support.harness import case_buffer, dispatch_case
-from tests.support.patience import PATIENCE, with_more_time
+from tests.support.patience import DEADLINES, PATIENCE, with_more_time
 
 
 def _cases(count: int, num_ranks: int, first: frozenset[int] | None = None) -> list[Parted]:
@@ -88,7 +89,7 @@ def test_mask_consensus_keeps_healthy_ranks_together() -> None:
     """Rank 2 goes away. Rank 1 has masked it before, and is a call ahead of rank 0, which waits for rank 2."""
     case, pair = Expected(plain_case(3)), Expected(CaseOf.make(plain_case(3), frozenset({0, 1})))
 
-    def body(group: ThreadGroup) -> None:
+    def body(group: ThreadGroup, deadline: float) -> None:
         rank = group.rank()
         for _ in range(3):
             with shared_buffer(group, [case], enable_shrink=True) as buffer:
@@ -97,15 +98,9 @@ def test_mask_consensus_keeps_healthy_ranks_together() -> None:
                 if rank == 1:
                     deep_ep.Buffer.of(buffer).low_latency_update_mask_buffer(2, True)
                 group.allgather(b"", PATIENCE)
-                if rank != 2:
-                    buffer.set_timeout(0.4)
-                    for _ in range(4):
-                        out = dispatch_case(case.case, case.inputs[rank], buffer)
-                        pair.check_dispatch(out, rank)
-                    assert masks_of(buffer) == [2]
-                group.allgather(b"", PATIENCE)
+                go_on_without(2, buffer, case, pair, calls=4, deadline=deadline, group=group)
 
-    run_ranks(3, body)
+    with_more_time(lambda deadline: run_ranks(3, lambda group: body(group, deadline)), (0.4, *DEADLINES[1:]))
 
 
 @pytest.mark.parametrize(("num_ranks", "turns"), [(2, 3), (4, 3), (3, 0)])
@@ -147,24 +142,28 @@ def test_each_rank_masks_for_itself() -> None:
 
 
 def test_a_rank_that_does_not_clean() -> None:
-    case, end = Parted(plain_case(3), frozenset({0, 1})), threading.Barrier(3)
+    case = Parted(plain_case(3), frozenset({0, 1}))
 
-    def body(group: ThreadGroup) -> None:
+    def body(group: ThreadGroup, deadline: float, beside: ThreadGroup) -> None:
         with shared_buffer(group, [case.whole], enable_shrink=True) as buffer:
             if group.rank() != 2:
                 deep_ep.Buffer.of(buffer).low_latency_update_mask_buffer(2, True)
                 case.run(buffer)
-                buffer.set_timeout(0.3)
-                with pytest.raises(nccl_ep.TimeoutError, match=r"to clean its masks; nothing .* from rank 2"):
-                    deep_ep.Buffer.of(buffer).low_latency_clean_mask_buffer()
+                buffer.set_timeout(deadline)
+            fail_to_clean(2, buffer, beside)
+            if group.rank() != 2:
                 with pytest.raises(nccl_ep.UsageError, match="a rank did not come when masks were to be cleaned"):
                     deep_ep.Buffer.of(buffer).low_latency_clean_mask_buffer()
                 assert masks_of(buffer) == [2]
                 buffer.set_timeout(PATIENCE)
                 case.run(buffer)  # it is as it was
-            end.wait(PATIENCE)
+            beside.allgather(b"", PATIENCE)
 
-    run_ranks(3, body)
+    def run(deadline: float) -> None:
+        ends = ThreadGroup.make(3)
+        run_ranks(3, lambda group: body(group, deadline, ends[group.rank()]))
+
+    with_more_time(run, (0.3, *DEADLINES[1:]))
 
 
 def test_ranks_are_masked_one_by_one_and_come_back_together() -> None:

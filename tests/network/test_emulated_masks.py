@@ -5,12 +5,10 @@ by tests/support/emulated.py. What the ranks do is tests/ll/mask_ranks.py's.
 from __future__ import annotations
 
 import functools
-import threading
 from typing import Any
 
 import pytest
 
-import nccl_ep
 from nccl_ep import _C, deep_ep
 from nccl_ep.handle import LAYOUTS
 from nccl_ep.testing import ThreadGroup, run_ranks
@@ -21,6 +19,8 @@ from tests.ll.mask_ranks import (
     LateRank,
     Parted,
     come_at_the_deadline,
+    fail_to_clean,
+    go_on_without,
     masks_of,
     run_all,
     run_over_shapes,
@@ -28,8 +28,7 @@ from tests.ll.mask_ranks import (
 from tests.network.test_emulated_network import LIMIT, name_of
 from tests.support.cases import cases_of
 from tests.support.expected import Expected, plain_case, shared_buffer
-from tests.support.harness import dispatch_case
-from tests.support.patience import PATIENCE, with_more_time
+from tests.support.patience import DEADLINES, PATIENCE, with_more_time
 
 pytestmark = pytest.mark.skipif(not _C.EMULATES_GPU, reason="no emulated GPU: make emulated")
 
@@ -80,22 +79,28 @@ def test_mask_consensus_holds_where_a_rank_comes_at_the_deadline(layout: str) ->
 
 def test_a_dead_rank_is_masked() -> None:
     """The others go on without it for good: masks cannot be cleaned."""
-    case, end = Parted(plain_case(4, domain_size=2), frozenset({0, 1, 2})), threading.Barrier(4)
+    case = Parted(plain_case(4, domain_size=2), frozenset({0, 1, 2}))
 
-    def body(group: ThreadGroup, deadline: float) -> None:
+    def body(group: ThreadGroup, deadline: float, beside: ThreadGroup) -> None:
         with shared_buffer(group, [case.whole], domain_size=2, network_seed=5, **MASKS) as buffer:
             case.run_together(buffer)
+            go_on_without(3, buffer, case.whole, case.parts[0], calls=1, deadline=deadline, group=beside)
             if group.rank() != 3:
-                buffer.set_timeout(deadline)
+                buffer.set_timeout(PATIENCE)
                 case.run(buffer)
-                with pytest.raises(nccl_ep.TimeoutError, match=r"to clean its masks; nothing .* from rank 3"):
-                    deep_ep.Buffer.of(buffer).low_latency_clean_mask_buffer()
+                buffer.set_timeout(deadline)
+            fail_to_clean(3, buffer, beside)
+            if group.rank() != 3:
                 buffer.set_timeout(PATIENCE)
                 case.run(buffer)
                 assert masks_of(buffer) == [3]
-            end.wait(PATIENCE)
+            beside.allgather(b"", PATIENCE)
 
-    run_ranks(4, functools.partial(body, deadline=2.0))
+    def run(deadline: float) -> None:
+        ends = ThreadGroup.make(4)
+        run_ranks(4, lambda group: body(group, deadline, ends[group.rank()]))
+
+    with_more_time(run, (2.0, *DEADLINES[1:]))
 
 
 def test_mask_consensus_keeps_healthy_ranks_together() -> None:
@@ -111,15 +116,9 @@ def test_mask_consensus_keeps_healthy_ranks_together() -> None:
             if rank in (1, 2):
                 deep_ep.Buffer.of(buffer).low_latency_update_mask_buffer(3, True)
             group.allgather(b"", PATIENCE)
-            if rank != 3:
-                buffer.set_timeout(deadline)
-                for _ in range(3):
-                    out = dispatch_case(case.case, case.inputs[rank], buffer)
-                    rest.check_dispatch(out, rank)
-                assert masks_of(buffer) == [3]
-            group.allgather(b"", PATIENCE)
+            go_on_without(3, buffer, case, rest, calls=3, deadline=deadline, group=group)
 
-    run_ranks(4, functools.partial(body, deadline=4.0))
+    with_more_time(lambda deadline: run_ranks(4, lambda group: body(group, deadline)), (4.0, DEADLINES[-1]))
 
 
 def test_masks_take_the_mesh() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -25,14 +25,14 @@ class Late(AssertionError):
     """What a busy machine does as well as a mistake: a living rank came too late."""
 
 
-def with_more_time(test: Callable[[float], None]) -> None:
+def with_more_time(test: Callable[[float], None], deadlines: Sequence[float] = DEADLINES) -> None:
     """``test(deadline)``, again with a longer deadline where a living rank came too late, the longest at last."""
-    for deadline in DEADLINES[:-1]:
+    for deadline in deadlines[:-1]:
         try:
             return test(deadline)
         except Late as late:
             warnings.warn(f"repeated, {deadline} s were too short: {late}", stacklevel=2)
-    return test(DEADLINES[-1])
+    return test(deadlines[-1])
 
 
 class Clock:
