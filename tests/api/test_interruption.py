@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +16,8 @@ import torch
 
 import nccl_ep
 from nccl_ep.config import pack_dispatch
-from nccl_ep.testing import ThreadGroup
+from nccl_ep.testing import run_ranks
+from tests.support.patience import PATIENCE, Clock, Late, with_more_time
 
 X, IDS = torch.ones(2, 64, dtype=torch.bfloat16), torch.tensor([[0, 1], [1, 0]])
 CONFIG = pack_dispatch({"num_experts": 2, "topk": 2, "max_tokens": 2, "layout": 3})
@@ -48,19 +51,18 @@ def handled() -> Iterator[list[str]]:
 @pytest.mark.parametrize("called", ["operation", "op"])
 def test_a_handler_that_raises_ends_the_wait(mode: str, called: str, handled: list[str]) -> None:
     """The exception is the handler's own; the buffer has failed, and says why. A handler that returns ends nothing."""
-    groups = ThreadGroup.make(2)
+    with_more_time(partial(_interrupt, mode, called, handled))
+
+
+def _interrupt(mode: str, called: str, handled: list[str], seconds: float) -> None:
+    """seconds: from which on the rank waits."""
+    handled.clear()
     sizes: dict[str, Any] = {"max_tokens": 2, "hidden": 64, "topk": 2, "num_experts": 2, "mode": "auto"}
-    others: list[nccl_ep.Buffer] = []
-    making = threading.Thread(
-        target=lambda: others.append(nccl_ep.Buffer.for_shapes(groups[1], **sizes, device="cpu", timeout=300.0))
-    )
-    making.start()
-    buffer = nccl_ep.Buffer.for_shapes(groups[0], **sizes, device="cpu", timeout=300.0)
-    making.join()
+    buffer, other = run_ranks(2, lambda group: nccl_ep.Buffer.for_shapes(group, **sizes, device="cpu", timeout=300.0))
 
     def send() -> None:
         for number in (signal.SIGUSR1, signal.SIGUSR2):
-            time.sleep(0.7)
+            time.sleep(seconds)
             os.kill(os.getpid(), number)
 
     def wait() -> None:
@@ -72,14 +74,17 @@ def test_a_handler_that_raises_ends_the_wait(mode: str, called: str, handled: li
             torch.ops.nccl_ep.ht_dispatch(buffer._seq, [X], None, IDS, None, 4, CONFIG)
 
     sending = threading.Thread(target=send)
-    start = time.monotonic()
-    sending.start()
-    with pytest.raises(Interrupted, match="by a handler"):
+    with Clock(2 * seconds + PATIENCE), pytest.raises(Interrupted, match="by a handler"):
+        sending.start()
         wait()
-    assert time.monotonic() - start < 60 and handled == ["noted", "raised"]
+    assert handled == ["noted", "raised"]
     sending.join()
     what = "high-throughput dispatch 1" if mode == "ht" else "dispatch 1"
-    with pytest.raises(nccl_ep.TimeoutError, match=f"rank 0 was interrupted while it waited for .* rank 1 in {what}"):
+    try:
         buffer.check()
-    for each in (buffer, *others):
+    except nccl_ep.TimeoutError as error:
+        assert re.search(f"rank 0 was interrupted while it waited for .* rank 1 in {what}", str(error)), error
+    else:
+        raise Late("the signals came before the wait")
+    for each in (buffer, other):
         each.destroy()

@@ -14,7 +14,7 @@ from nccl_ep.testing import ThreadGroup, run_ranks
 from tests.c import c_api
 from tests.c.c_api import Library
 from tests.c.case import SECOND, make_group, refused, tensor
-from tests.support.patience import PATIENCE, Clock
+from tests.support.patience import DEADLINES, PATIENCE, Clock, Late, with_more_time
 
 BAD, USAGE = c_api.INVALID_ARGUMENT, c_api.INVALID_USAGE
 ALGORITHMS = {"ll": c_api.LOW_LATENCY, "ht": c_api.HIGH_THROUGHPUT}
@@ -181,26 +181,35 @@ def test_flags_are_0_or_1(library: Library) -> None:
 def test_another_thread_ends_a_wait(library: Library, mode: str) -> None:
     """By a shorter timeout, or by the end of the group. What it held is not freed under the call."""
 
-    def body(rank: ThreadGroup) -> None:
+    def body(rank: ThreadGroup, seconds: float) -> list[str]:
+        ended = []
         for what in ("destroy", "timeout"):
             fields = {"algorithm": ALGORITHMS[mode], "max_tokens": 4, "timeout_ns": 300 * SECOND}
             group = make_group(library, rank, num_experts=2, **fields)
             flat = Flat(library, group, 2)
             if rank.rank() == 0:
                 act = library.GroupDestroy if what == "destroy" else lambda made: library.GroupSetTimeout(made, SECOND)
-                timer = threading.Timer(0.2, act, [group])
+                timer = threading.Timer(seconds, act, [group])
                 timer.start()
-                text = "the group was destroyed by another thread while rank 0 waited" if what == "destroy" else (
-                    "with a timeout that was changed to 1 s meanwhile")  # fmt: skip
-                with Clock(PATIENCE):
-                    refused(USAGE if what == "destroy" else c_api.TIMEOUT, text, flat.dispatch)
+                with Clock(PATIENCE), pytest.raises(c_api.Refused) as caught:
+                    flat.dispatch()
+                assert caught.value.result == (USAGE if what == "destroy" else c_api.TIMEOUT), caught.value
+                ended.append(caught.value.text)
                 timer.join()
             rank.allgather(b"ended", 300.0)
             library.HandleDestroy(flat.handle)
             if rank.rank() == 1 or what == "timeout":
                 library.GroupDestroy(group)
+        return ended
 
-    run_ranks(2, body)
+    def run(seconds: float) -> None:
+        destroyed, given_up = run_ranks(2, lambda rank: body(rank, seconds))[0]
+        if "the group was destroyed by another thread while rank 0 waited" not in destroyed:
+            raise Late(destroyed)
+        if "with a timeout that was changed to 1 s meanwhile" not in given_up:
+            raise Late(given_up)
+
+    with_more_time(run, (0.2, *DEADLINES[1:]))
 
 
 def test_a_group_may_be_destroyed_amid_calls(library: Library) -> None:
