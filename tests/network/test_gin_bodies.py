@@ -7,7 +7,6 @@ import ast
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from nccl_ep import _C
 from nccl_ep.testing import ThreadGroup, run_ranks
 from tests.gin_loopback import gin_ranks, worlds
 from tests.gin_loopback.gin_ranks import World
-from tests.support.patience import with_more_time
+from tests.support.patience import PATIENCE, Clock, with_more_time
 
 
 def _world(group: ThreadGroup, domain_size: int) -> World:
@@ -39,12 +38,12 @@ def test_a_rank_that_fails_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> N
     def start(code: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen([sys.executable, "-c", code])
 
-    sleeps = start("import time; time.sleep(60)")
+    sleeps, failed = start("import time; time.sleep(600)"), start("raise SystemExit(1)")
+    failed.wait()
     try:
-        begin = time.monotonic()
-        assert worlds._await([start("raise SystemExit(1)"), sleeps], 30.0, ()) == [1]
-        assert time.monotonic() - begin < 15.0
-        assert worlds._await([start("raise SystemExit(1)"), sleeps], 0.3, (0,)) == [1]  # it is expected to die
+        with Clock(PATIENCE / 2):
+            assert worlds._await([failed, sleeps], PATIENCE, ()) == [1]
+        assert worlds._await([failed, sleeps], 0.3, (0,)) == [1]  # it is expected to die
     finally:
         sleeps.kill()
         sleeps.wait()
@@ -80,11 +79,11 @@ def test_the_body_of_masks_parts_and_meets() -> None:
 @pytest.mark.skipif(not _C.EMULATES_GPU, reason="no emulated GPU: make emulated")
 def test_a_wait_that_does_not_end_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The log says which run, and the error what was waited for, before a test's time is up."""
-    monkeypatch.setattr(gin_ranks, "of_living_ranks", lambda seconds: 3.0)
     run_case = gin_ranks.run_case
 
     def run_or_stay_away(case: Any, buffer: Any, **how: Any) -> None:
         if buffer.rank != 1:
+            buffer.set_timeout(3.0)
             run_case(case, buffer, **how)
 
     monkeypatch.setattr(gin_ranks, "run_case", run_or_stay_away)
