@@ -19,6 +19,19 @@ usage() {
   exit 2
 }
 
+# Below the ports that the system gives to connections, one of which might take it before torchrun does.
+free_port() {
+  "$PYTHON" - << 'END'
+import contextlib, random, socket
+port = None
+while port is None:
+    with contextlib.suppress(OSError), socket.socket() as listener:
+        listener.bind(("", random.randint(20000, 30000)))
+        port = listener.getsockname()[1]
+print(port)
+END
+}
+
 # node, host, options of two_nodes.py
 start() {
   local node=$1 host=$2
@@ -31,7 +44,7 @@ case "${1:-}" in
   --local)
     shift
     RANKS=${RANKS:-2}
-    PORT=${PORT:-$("$PYTHON" -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')}
+    PORT=${PORT:-$(free_port)}
     "$PYTHON" -m nccl_ep.doctor
     start 0 127.0.0.1 --device cpu "$@" & first=$!
     start 1 127.0.0.1 --device cpu "$@" & second=$!
