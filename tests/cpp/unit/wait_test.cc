@@ -59,11 +59,14 @@ TEST(Wait, SeesItsDeadlineInTimeOnABusyMachine) {
 
 TEST(Wait, TakesAWordThatCameWhileItHadNoCore) {
   WaitControl control;
-  control.timeout_seconds = 0.02;
+  control.timeout_seconds = 1000;
   Deadline deadline(control);
   int looks = 0;
   const auto ready = [&] {
-    if (++looks == 2) std::this_thread::sleep_for(std::chrono::milliseconds(40));
+    if (++looks == 2) {  // the deadline passes amid this look, however busy the machine is
+      std::this_thread::sleep_for(std::chrono::milliseconds(40));
+      control.timeout_seconds = 0.02;
+    }
     return looks > 2;
   };
   EXPECT_EQ(deadline.wait_until(ready), End::kReady);
