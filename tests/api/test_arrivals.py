@@ -21,7 +21,7 @@ from tests.support.expected import Expected, plain_case
 from tests.support.harness import case_buffer
 from tests.support.patience import of_living_ranks
 
-WAIT = of_living_ranks(20.0)
+WAIT = of_living_ranks(60.0)
 POISON = 0x7F
 
 CASES: dict[str, dict[str, Any]] = {
