@@ -64,7 +64,7 @@ def set_up() -> None:
         try:
             _start(Path(path))
         except OSError as error:
-            raise SystemError(f"NCCL_EP_RECORD is {path!r}: {error}") from error
+            raise SystemError(f"NCCL_EP_RECORD is {path!r}: {error}") from None
         atexit.register(_stop)
 
 
@@ -103,7 +103,8 @@ class _File:
     def __init__(self, folder: Path, rank: int) -> None:
         of_process = os.environ.get("RANK", "")
         name = f"rank{rank}.jsonl" if of_process in ("", str(rank)) else f"process{of_process}.rank{rank}.jsonl"
-        self._stream: TextIO = (folder / name).open("w", encoding="utf-8")
+        # A line at a time: a process that is killed leaves what it has recorded.
+        self._stream: TextIO = (folder / name).open("w", buffering=1, encoding="utf-8")
         self._buffers: dict[str, int] = {}  # in the order of their first operations, which is that of all ranks
         self.write(
             {
@@ -126,6 +127,10 @@ class _File:
     def stats(self, name: str, stats: dict[str, Any]) -> None:
         if name in self._buffers:
             self.write({"stats_of": self._buffers[name], "stats": stats})
+
+    def end(self) -> None:
+        self.write({"recording_ended_ns": time.monotonic_ns()})
+        self.close()
 
     def close(self) -> None:
         self._stream.close()
@@ -192,7 +197,7 @@ class _Recorder:
                 if rank in self._files:
                     self._put(rank, functools.partial(_File.stats, name=name, stats=stats))
             for rank in list(self._files):
-                self._put(rank, _File.close)
+                self._put(rank, _File.end)
             self._is_closed = True
 
     def _put(self, rank: int, write: Callable[[_File], None]) -> None:

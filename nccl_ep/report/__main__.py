@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from .figures import figures
-from .inputs import KINDS, load
+from .inputs import KINDS, files_of, load
 from .page import page
 from .trace import trace
 
@@ -22,14 +22,16 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE", help="default: report.html")
     options = parser.parse_args(argv)
     try:
-        if any(options.out.resolve() == each.resolve() for each in options.files):
-            raise ValueError(f"--out is {options.out}, which is one of the files to read")
+        beside = options.out.with_suffix(".trace.json")
+        read = {each.resolve() for each in files_of(options.files)}
+        for written in (options.out, beside):
+            if written.resolve() in read:
+                raise ValueError(f"--out is {options.out}: {written} is one of the files to read")
         inputs = load(options.files)
         recorded = figures(inputs.recorded) if inputs.recorded else None
         options.out.write_text(page(inputs, recorded), encoding="utf-8", errors="backslashreplace")
         print(f"wrote {options.out}")
-        if recorded is not None:
-            beside = options.out.with_suffix(".trace.json")
+        if recorded is not None and options.out.is_file():  # no trace beside /dev/null
             beside.write_text(json.dumps(trace(recorded)))
             print(f"wrote {beside}, for ui.perfetto.dev")
     except (OSError, ValueError) as error:

@@ -56,7 +56,7 @@ def heat_map(values: Sequence[Sequence[float]], unit: str, rows: str, columns: s
                 f'rx="2" data-row="{i}" data-column="{j}" data-value="{value}">{_title(label)}</rect>'
             )
             if wide >= 46 and size >= 20:
-                ink = "on-dark" if share > 0.55 else "on-light"
+                ink = "on-high" if share > 0.605 else "on-low"  # 4.5 to 1, in light and dark
                 parts.append(
                     f'<text class="in-cell {ink}" text-anchor="middle" x="{x + wide / 2}" y="{y + size / 2 + 4}">'
                     f"{si(value, unit if unit == 'us' else '')}</text>"

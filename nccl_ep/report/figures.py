@@ -9,6 +9,7 @@ from typing import Any
 from .inputs import Json, Recorded
 
 Matrix = list[list[int]]
+_CLOCKS_APART_S = 60  # between machines
 
 
 @dataclass
@@ -54,6 +55,7 @@ def figures(recorded: list[Recorded]) -> Json:
     notes = _put_on_one_clock(recorded)
     notes += _notes(recorded, num_ranks)
     steps = steps_of(recorded)
+    notes += _other_runs(steps)
     zero = min((line["begin_ns"] for each in recorded for line in each.operations), default=0)
     sent = {kind: _sent(recorded, num_ranks, kind == "combine") for kind in ("dispatch", "combine")}
     waits, waited_by_step = _waits(steps, num_ranks)
@@ -111,8 +113,8 @@ def _notes(recorded: list[Recorded], num_ranks: int) -> list[str]:
     if any(buffer["device"] == "cpu" for each in recorded for buffer in each.buffers):
         notes.append("These are CPU ranks: their times say nothing about GPUs.")
     for each in recorded:
-        if each.is_cut:
-            notes.append(f"{each.path.name} ends in the middle of a line: its process did not end by itself.")
+        if not each.has_end:
+            notes.append(f"{each.path.name} has no end: its process was killed, or its disk was full.")
         failed = sum("has_failed" in line for line in each.operations)
         captured = sum("is_captured" in line for line in each.operations)
         if failed:
@@ -123,6 +125,22 @@ def _notes(recorded: list[Recorded], num_ranks: int) -> list[str]:
                 "times; replays are not seen."
             )
     return notes
+
+
+def _other_runs(steps: list[Step]) -> list[str]:
+    """No rank ends an operation before all have begun it, but where masks leave one out."""
+    for step in steps:
+        if any("is_captured" in line for lines in step.parts.values() for line in lines):
+            continue
+        early = min(step.parts, key=lambda rank: _end_ns(step.parts[rank][-1]))
+        late = max(step.parts, key=step.begin_ns)
+        gap_s = (step.begin_ns(late) - _end_ns(step.parts[early][-1])) / 1e9
+        if gap_s > _CLOCKS_APART_S:
+            return [
+                f"Rank {early} ended {step.name} {step.parts[early][-1]['number']} {gap_s:,.0f} s before rank {late} "
+                "began it: the files may be of different runs."
+            ]
+    return []
 
 
 def kind_of(line: Json) -> tuple[str, str]:

@@ -44,7 +44,7 @@ class Recorded:
     header: Json
     buffers: list[Json] = field(default_factory=list)
     operations: list[Json] = field(default_factory=list)
-    is_cut: bool = False  # the process ended in the middle of a line
+    has_end: bool = False  # else its process was killed, or its disk was full
 
     @property
     def rank(self) -> int:
@@ -63,25 +63,27 @@ class Inputs:
 def load(paths: Iterable[Path]) -> Inputs:
     """Raises OSError for a file that cannot be read; ValueError, with its name, for one of another kind."""
     found = Inputs()
-    for path in paths:
-        for each in _files_of(path):
-            try:
-                _add(found, each, each.read_text(encoding="utf-8"))
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{each} is no text: {error}") from None
-            except (KeyError, TypeError, AttributeError, IndexError) as error:
-                raise ValueError(f"{each} is damaged: {type(error).__name__}: {error}") from error
+    for each in files_of(paths):
+        try:
+            _add(found, each, each.read_text(encoding="utf-8"))
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{each} is no text: {error}") from None
+        except (KeyError, TypeError, AttributeError, IndexError) as error:
+            raise ValueError(f"{each} is damaged: {type(error).__name__}: {error}") from error
     _require_one_group(found.recorded)
     return found
 
 
-def _files_of(path: Path) -> list[Path]:
-    if not path.is_dir():
-        return [path]
-    files = sorted(path.glob("*.jsonl"))
-    if not files:
-        raise ValueError(f"{path} has no *.jsonl, which nccl_ep.record writes")
-    return files
+def files_of(paths: Iterable[Path]) -> list[Path]:
+    """Those that ``load`` reads, each once. ValueError for a folder that has none."""
+    found: dict[Path, Path] = {}
+    for path in paths:
+        files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+        if not files:
+            raise ValueError(f"{path} has no *.jsonl: nccl_ep.record writes one at a rank's first operation")
+        for each in files:
+            found.setdefault(each.resolve(), each)
+    return list(found.values())
 
 
 def _add(found: Inputs, path: Path, text: str) -> None:
@@ -91,7 +93,7 @@ def _add(found: Inputs, path: Path, text: str) -> None:
         return
     value = _parsed(text)
     if value is None:
-        raise ValueError(f"{path} is no JSON, must be {KINDS}")
+        raise ValueError(f"{path} is {'no JSON' if text else 'empty'}, must be {KINDS}")
     if isinstance(value, list) and value and all(isinstance(each, dict) and "bench" in each for each in value):
         found.records.append((path, _complete(path, "record", value)))
     elif isinstance(value, dict) and value.get("kind") == "model":
@@ -177,9 +179,11 @@ def _recorded(path: Path, header: Json, text: str) -> Recorded:
         if not isinstance(value, dict):
             if number != len(lines) + 1:
                 raise ValueError(f"{path}: line {number} is no JSON object")
-            found.is_cut = True  # the last line has no end
-        elif "in_buffer" in value:
+            continue  # the last line, which has no end
+        if "in_buffer" in value:
             found.operations.append(_checked_operation(path, value, found.buffers))
+        elif "recording_ended_ns" in value:
+            found.has_end = True
         elif "stats_of" in value:
             found.buffers[value["stats_of"]]["stats"] = _checked_stats(path, value["stats"])
         elif "buffer" in value:

@@ -24,7 +24,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[Any]], left: int = 1, w
         made = []
         for i, each in enumerate(row):
             kinds = " ".join(name for name, is_so in (("left", i < left), ("wide", i in wide)) if is_so)
-            attribute = f' class="{kinds}"' if kinds else ""
+            attribute = (' scope="col"' if tag == "th" else "") + (f' class="{kinds}"' if kinds else "")
             made.append(f"<{tag}{attribute}>{each if isinstance(each, Html) else html.escape(str(each))}</{tag}>")
         return "".join(made)
 

@@ -111,6 +111,12 @@
     const at = from + (to - from) * place(event), factor = Math.exp(event.deltaY * 0.0015);
     move(at - (at - from) * factor, at + (to - at) * factor);
   }, { passive: false });
+  line.addEventListener("keydown", event => {
+    const side = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (side === undefined) return;
+    event.preventDefault();
+    move(from + side * (to - from) / 4, to + side * (to - from) / 4);
+  });
   let held = null;
   line.addEventListener("pointerdown", event => { held = { at: place(event), from, to }; });
   addEventListener("pointerup", () => { held = null; });

@@ -179,19 +179,29 @@ def _waits(found: Json) -> str:
             f"{len(counted):,} operations."
         )
     picture = charts.heat_map(waits, "us", "waiting rank", "late rank", "waits")
-    return section("Who waits for whom", text, f'<div data-heat="waits">{picture}</div>')
+    times = table(["waiting \\ late", *map(str, range(len(waits)))], [
+        [rank, *(charts.si(each, "us") for each in row)] for rank, row in enumerate(waits)
+    ])  # fmt: skip
+    details = f"<details><summary>Waits as a table</summary>{times}</details>"
+    return section("Who waits for whom", text, f'<div data-heat="waits">{picture}</div>', details)
 
 
 def _time_line(found: Json) -> str:
     count = len(found["spans"])
-    text = "Wheel: zoom. Drag: move. The trace (.trace.json) beside this page opens in ui.perfetto.dev."
+    text = "Wheel: zoom. Drag, or arrow keys: move. The trace (.trace.json) beside this page opens in ui.perfetto.dev."
     if count > MOST_SPANS:
         text += f" Here are the first {MOST_SPANS:,} of {count:,} calls; the trace has all."
     names = [name for name in _COLOURS if name in found["times"]]
     keys = charts.legend([(name, _COLOURS[name], ()) for name in names])
-    buttons = {"in": "+", "out": "&minus;", "whole": "Whole"}
-    tools = "".join(f'<button id="{each}">{name}</button>' for each, name in buttons.items())
-    picture = '<svg id="time-line" role="img" aria-label="time line"></svg>'
+    buttons = {"in": ("+", "zoom in"), "out": ("&minus;", "zoom out"), "whole": ("Whole", "the whole time line")}
+    tools = "".join(
+        f'<button type="button" id="{each}" aria-label="{name}">{sign}</button>'
+        for each, (sign, name) in buttons.items()
+    )
+    picture = (
+        '<svg id="time-line" role="img" aria-label="time line" tabindex="0"></svg>'
+        "<noscript><p>The time line needs JavaScript. The trace has the same.</p></noscript>"
+    )
     return section("Time line", text, f'<div class="bar-of-tools">{tools}</div>', picture, keys)
 
 

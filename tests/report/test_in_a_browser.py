@@ -48,6 +48,9 @@ def test_the_page_as_a_browser_shows_it(tmp_path: Path, scheme: str) -> None:
     for (const id of ["in", "out", "whole"]) { document.getElementById(id).click(); drawn.push(line.dataset.drawn); }
     line.dispatchEvent(new WheelEvent("wheel", { ...middle(line), deltaY: -500, cancelable: true }));
     drawn.push(line.dataset.drawn);
+    const before = line.innerHTML;
+    line.dispatchEvent(new KeyboardEvent("keydown", { key: "ArrowRight", cancelable: true }));
+    document.body.dataset.moved = before !== line.innerHTML;
     document.body.dataset.said = JSON.stringify(said);
     document.body.dataset.drawn = JSON.stringify(drawn.map(Number));
     document.body.dataset.paper = getComputedStyle(document.body).backgroundColor;
@@ -82,4 +85,5 @@ def test_the_page_as_a_browser_shows_it(tmp_path: Path, scheme: str) -> None:
     assert all("host's call: " in text and "longest wait" in text for text in times_said)
     assert any(re.search(r"tokens of a rank 8\n(.*\n)*floor: the wire alone: ", text) for text in records_said)
     assert re.match(r"rank 0, host: dispatch 1\n[\d.]+ (us|ms|s), at ", span_said)
+    assert written("moved") == "true"
     assert written("paper") == {"light": "rgb(246, 246, 244)", "dark": "rgb(22, 22, 21)"}[scheme]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -61,7 +62,7 @@ def test_the_load_is_that_of_all_ranks_tokens(tmp_path: Path, mode: str) -> None
 def test_a_file_has_what_each_operation_was(tmp_path: Path) -> None:
     programs.recorded(tmp_path, "ll", "ht")
     for rank in range(RANKS):
-        header, buffer, *rest, last = lines_of(tmp_path / f"rank{rank}.jsonl")
+        header, buffer, *rest, last, end = lines_of(tmp_path / f"rank{rank}.jsonl")
         assert (header["rank"], header["version"], header["process"]) == (rank, nccl_ep.__version__, os.getpid())
         assert (buffer["num_ranks"], buffer["device"]) == (RANKS, "cpu")
         names = [name for mode in ("", "ht ") for _ in range(STEPS) for name in (f"{mode}dispatch", f"{mode}combine")]
@@ -70,7 +71,7 @@ def test_a_file_has_what_each_operation_was(tmp_path: Path) -> None:
         assert {(line["tokens"], line["hidden"], line["row_bytes"]) for line in rest} == {(TOKENS, HIDDEN, ROW_BYTES)}
         times = [time for line in rest for time in (line["begin_ns"], line["end_ns"])]
         assert times == sorted(times) and not any("has_failed" in line for line in rest)
-        assert last["stats"]["calls"]["ht_combine"] == STEPS
+        assert last["stats"]["calls"]["ht_combine"] == STEPS and end["recording_ended_ns"] >= times[-1]
 
 
 def test_split_calls_exact_sizes_and_cached_dispatches_count_once(tmp_path: Path) -> None:
@@ -179,9 +180,38 @@ def test_a_full_disk_ends_the_recording_and_no_program(tmp_path: Path, caplog: p
     with nccl_ep.Buffer.for_shapes(None, **SIZES) as buffer, nccl_ep.record(tmp_path):
         for step in range(60):
             programs.exchange(buffer, 0, "ll", step)
-    assert caplog.text.count("the recording of rank 0 is cut off: [Errno 28] No space left on device") == 1
+    assert caplog.text.count("nothing is recorded of rank 0: [Errno 28] No space left on device") == 1
     with nccl_ep.record(tmp_path / "other"):
         pass
+
+
+def test_a_file_that_ends_in_between_ends_the_recording(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    os.mkfifo(tmp_path / "rank0.jsonl")
+    reader = os.open(tmp_path / "rank0.jsonl", os.O_RDONLY | os.O_NONBLOCK)
+    with nccl_ep.Buffer.for_shapes(None, **SIZES) as buffer, nccl_ep.record(tmp_path):
+        programs.exchange(buffer, 0, "ll", 0)
+        os.close(reader)
+        for step in range(1, 3):
+            programs.exchange(buffer, 0, "ll", step)
+    assert caplog.text.count("the recording of rank 0 is cut off: [Errno 32] Broken pipe") == 1
+
+
+KILLED = """
+import os, signal, sys
+import nccl_ep
+from tests.report import programs
+with nccl_ep.record(sys.argv[1]), nccl_ep.Buffer.for_shapes(None, **programs.SIZES) as buffer:
+    programs.exchange(buffer, 0, "ll", 0)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_process_that_is_killed_leaves_what_it_has_recorded(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], cwd=ROOT, timeout=300)
+    assert done.returncode == -signal.SIGKILL
+    assert [line["operation"] for line in operations(tmp_path)] == ["dispatch", "combine"]
+    notes = figures(load([tmp_path]).recorded)["notes"]
+    assert "rank0.jsonl has no end: its process was killed, or its disk was full." in notes
 
 
 @pytest.mark.parametrize("path", ["", b"folder", 3])

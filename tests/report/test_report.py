@@ -149,7 +149,7 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
     path = write(tmp_path, 1, step("dispatch", 0, 5, is_captured=True))
     path.write_text(path.read_text() + '{"in_buffer": 0, "oper')
     notes = " ".join(figures(load([path]).recorded)["notes"])
-    assert "No file of rank 0" in notes and "rank1.jsonl ends in the middle" in notes
+    assert "No file of rank 0" in notes and "rank1.jsonl has no end" in notes
     assert "1 operations went into CUDA graphs" in notes
     assert "No operation with rows was recorded" in made(tmp_path, path).text
 
@@ -217,6 +217,34 @@ def test_a_file_to_read_is_not_written_over(tmp_path: Path, capsys: pytest.Captu
     with pytest.raises(SystemExit):
         report.main([str(path), "--out", str(path)])
     assert "--out is" in capsys.readouterr().err and path.read_text() == before
+    with pytest.raises(SystemExit):  # it is in the folder that is read
+        report.main([str(tmp_path), "--out", str(path)])
+    assert "--out is" in capsys.readouterr().err and path.read_text() == before
+    trace = path.rename(tmp_path / "page.trace.json")
+    with pytest.raises(SystemExit):
+        report.main([str(trace), "--out", str(tmp_path / "page.html")])
+    assert "page.trace.json is one of the files" in capsys.readouterr().err and trace.read_text() == before
+
+
+def test_a_page_that_is_no_file_has_no_trace_beside_it(tmp_path: Path) -> None:
+    path, link = write(tmp_path, 0, step("dispatch", 0, 5)), tmp_path / "null"
+    link.symlink_to("/dev/null")
+    assert report.main([str(path), "--out", str(link)]) == 0
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["null", "rank0.jsonl"]
+
+
+def test_a_file_that_is_named_twice_is_read_once(tmp_path: Path) -> None:
+    path = write(tmp_path, 0, step("dispatch", 0, 5))
+    assert len(load([tmp_path, path]).recorded) == 1
+
+
+def test_files_of_different_runs_are_told(tmp_path: Path) -> None:
+    for late_us, count in ((70e6, 1), (50, 0)):
+        write(tmp_path, 0, step("dispatch", 0, 60))
+        write(tmp_path, 1, step("dispatch", late_us, 60))
+        notes = figures(load([tmp_path]).recorded)["notes"]
+        told = "Rank 0 ended LL dispatch 1 70 s before rank 1 began it: the files may be of different runs."
+        assert notes.count(told) == count
 
 
 def test_files_that_do_not_belong_together_are_named(tmp_path: Path) -> None:
