@@ -86,6 +86,9 @@ def main(argv: list[str]) -> int:
     )  # fmt: skip
     options = parser.parse_args(argv)
     before = [path for path in options.before if path.resolve() != options.now.resolve()]
-    changes = find(records.given(parser, before), records.given(parser, [options.now]), options.figures)
+    now = records.given(parser, [options.now])
+    if not before:
+        parser.error(f"BEFORE is {options.now} alone, which is NOW")
+    changes = find(records.given(parser, before), now, options.figures)
     print(render(changes, options.percent))
     return int(any(each.percent > options.percent for each in changes))

@@ -14,12 +14,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import product
 from math import ceil
-from pathlib import Path
 
 from . import model_ht
 from .model_ht import enough_sms, high_throughput, window_row
 from .model_numbers import CONSTANTS, RECORD_BYTES, Cluster, Estimate, constant
-from .options import ints, words
+from .options import ints, output, words
 from .published_nodes import LATENCIES, Latency
 from .records import columns
 
@@ -154,7 +153,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--dtype", type=words("fp8", "bf16"), default=["fp8", "bf16"], help="of dispatched rows; list of fp8, bf16")
     add("--proxy", action="store_true", help="NCCL's proxy posts the descriptors of low latency, not the GPU")
     add("--scale", type=float, default=1.0, help="of the times that are assumed, to see what depends on them")
-    add("--json", type=Path, metavar="FILE", help="for the estimates")
+    add("--json", type=output, metavar="FILE", help="for the estimates")
     options = parser.parse_args(argv)
     for nodes in options.nodes:
         if nodes < 2 or options.experts % (nodes * options.gpus):

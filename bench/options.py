@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,24 @@ and layout. With FILEs, from what they have. {_STARTS}"""
 
 
 def ints(text: str) -> list[int]:
-    return [int(item) for item in text.split(",")]
+    try:
+        return [int(item) for item in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be whole numbers, separated by commas") from None
+
+
+def output(text: str) -> Path:
+    """A file to write when all is measured, in a folder that is made where there is none."""
+    path = Path(text)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: {error}") from None
+    if path.exists() and not path.is_file():
+        raise argparse.ArgumentTypeError(f"{text} is there and no file")
+    return path
 
 
 def words(*allowed: str) -> Callable[[str], list[str]]:
@@ -58,7 +76,7 @@ def common_parser(command: str, description: str) -> argparse.ArgumentParser:
     add("--seed", type=int, default=1)
     add("--iterations", type=int, help="timed calls or replays")
     add("--quick", action="store_true", help="less of everything: a look, not a figure to quote")
-    add("--json", type=Path, metavar="FILE", help="for the records, written after every configuration")
+    add("--json", type=output, metavar="FILE", help="for the records, written after every configuration")
     add("--time-limit", type=float, default=480.0, metavar="SECONDS", help="no configuration is started after it")
     return parser
 

@@ -287,6 +287,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", type=Path, default=Path("."), metavar="DIR")
     options = parser.parse_args(argv)
     found = records.given(parser, options.files)
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out {options.out}: {error.strerror}")
     written = draw([record for record in found if record["bench"] in _OPS], options.out)
     if not written:
         print("nothing of the library's was measured there", file=sys.stderr)

@@ -20,7 +20,7 @@ from nccl_ep.doctor.ranks import Launcher
 from .. import measure, records
 from ..measure import Effort
 from ..operations import Operations
-from ..options import common_parser, parse_device, set_defaults, words
+from ..options import common_parser, ints, output, parse_device, set_defaults, words
 from ..records import Record
 from ..workload import Shape, make_inputs
 from ..world import GRACE_SECONDS, BenchError, Skipped, World, is_rank
@@ -38,18 +38,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = common_parser("rivals", DESCRIPTION)
     add = parser.add_argument
     add("--systems", type=lambda text: text.split(","), default=list(NAMES), help="list")
-    add(
-        "--tokens",
-        type=lambda text: [int(each) for each in text.split(",")],
-        help="of a rank in LL; default 128,1,8,32",
-    )
+    add("--tokens", type=ints, help="of a rank in LL, list; default 128,1,8,32")
     add("--ht-tokens", type=int, help="of a rank in HT; default 4096")
     add("--mode", type=words(*_MODES), default=list(_MODES), help="list of ll, ht")
     add(
         "--preload", action="append", default=[], metavar="SYSTEM=FILE",
         help="a library that a system's processes load first (LD_PRELOAD), such as a newer NCCL; may be repeated",
     )  # fmt: skip
-    add("--picture", type=Path, metavar="FILE", help="for the picture, PNG or SVG")
+    add("--picture", type=output, metavar="FILE", help="for the picture, PNG or SVG")
     parser.set_defaults(alignment=1)
     options = parse_device(parser, argv)
     if options.device == "cpu" and "--device" not in " ".join(argv):

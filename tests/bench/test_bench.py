@@ -399,6 +399,9 @@ def test_the_first_profiled_calls_do_not_count(monkeypatch: pytest.MonkeyPatch) 
         ("--topk 16 --experts 15 --ranks 3", "--topk 16 of 15 experts"),
         ("--hidden 100", "--hidden 100: must be a multiple of 16"),
         ("--experts 15", "15 experts do not divide over 2 ranks"),
+        ("--tokens 8,x", "--tokens: '8,x': must be whole numbers, separated by commas"),
+        ("--json /dev/null", "--json: /dev/null is there and no file"),
+        ("--json /dev/null/x.json", "--json: /dev/null/x.json cannot be written: [Errno 17] File exists: '/dev/null'"),
     ],
 )
 def test_impossible_shapes_start_nothing(given: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -56,3 +56,6 @@ def test_what_has_grown_is_printed_with_both_revisions(tmp_path: Path, capsys: p
     with pytest.raises(SystemExit):
         bench.main(["compare", "--figures", "graph,grahp", str(new), str(old)])
     assert "grahp: must be of graph, graph_pdl, kernel, memory" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        bench.main(["compare", str(new), str(new)])
+    assert "new.json alone, which is NOW" in capsys.readouterr().err

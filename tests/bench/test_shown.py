@@ -158,6 +158,13 @@ def test_plot_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         plot.draw(sweep(), tmp_path)
 
 
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit) as exit:
+        plot.main([str(ROOT / "records/ll_2xh100_2026-11-27.json"), "--out", str(tmp_path / "file")])
+    assert exit.value.code == 2 and "file: File exists" in capsys.readouterr().err
+
+
 def test_lines_of_different_ways_to_call_differ(tmp_path: Path) -> None:
     found = [
         gpu_record(api=api, op="pair", figure="graph", value=1.0, tokens=tokens)
