@@ -3,9 +3,9 @@
     python tools/mutants.py                    all, whose tests stand in the list
     python tools/mutants.py arena_end --jobs 2
     python tools/mutants.py --columns test     those of `make test` alone
-    python tools/mutants.py --table            docs/mutants.md's table
+    python tools/mutants.py --list             those of docs/mutants.md
 
-Each such test must pass without the mutant and fail with it. Where the table says that no test sees a mutant, or that
+Each such test must pass without the mutant and fail with it. Where the page says that no test sees a mutant, or that
 none was tried, nothing runs. A column needs its build: that of CPU ranks takes minutes, that of emulated GPUs more.
 The folder of copy and builds is kept if --folder names one. It exits with 1 if a test does not do what the list says.
 """
@@ -24,7 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tests.mutants import COLUMNS, MUTANTS, Mutant, is_test, table  # noqa: E402
+from tests.mutants import COLUMNS, MUTANTS, Mutant, is_test, listed  # noqa: E402
 
 FOR_CPU_RANKS = ("-DNCCL_EP_CUDA=OFF", "-DNCCL_EP_BUILD_C_LIBRARY=OFF")
 # As `make emulated` has it.
@@ -110,10 +110,10 @@ def main() -> int:
     parser.add_argument("--columns", default="test,emulated,fuzz", help="which of test, emulated and fuzz")
     parser.add_argument("--folder", type=Path, help="for the copy and its builds")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="of a build")
-    parser.add_argument("--table", action="store_true", help="print the table and end")
+    parser.add_argument("--list", action="store_true", help="print what docs/mutants.md has, and end")
     options = parser.parse_args()
-    if options.table:
-        print(table(), end="")
+    if options.list:
+        print(listed(), end="")
         return 0
     columns, known = options.columns.split(","), {mutant.name: mutant for mutant in MUTANTS}
     for wrong in [*(set(options.names) - set(known)), *(set(columns) - set(COLUMNS))]:

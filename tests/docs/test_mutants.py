@@ -1,4 +1,4 @@
-"""Mutants can be planted, the tests that are said to see them exist, and docs/mutants.md has the table."""
+"""Mutants can be planted, the tests that are said to see them exist, and docs/mutants.md has them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from tests import ROOT
 from tests.fuzz.kinds import KINDS
-from tests.mutants import COLUMNS, MUTANTS, NOT_TRIED, RUNS_IT_NOT, Mutant, is_test, table
+from tests.mutants import COLUMNS, MUTANTS, NOT_TRIED, RUNS_IT_NOT, Mutant, is_test, listed
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda each: each.name)
@@ -43,9 +43,9 @@ def test_a_column_names_a_test_or_says_why_not(mutant: Mutant) -> None:
     assert any(map(is_test, said.values())) or NOT_TRIED in said.values(), "nothing sees it: it wants a test"
 
 
-def test_the_document_has_the_table() -> None:
+def test_the_document_has_all_of_them() -> None:
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) >= 20
-    assert table() in (ROOT / "docs/mutants.md").read_text(), "python tools/mutants.py --table prints it"
+    assert listed() in (ROOT / "docs/mutants.md").read_text(), "python tools/mutants.py --list prints them"
 
 
 # ---- tools/mutants.py

@@ -1,6 +1,6 @@
 """Mutants: mistakes in rare branches, each an edit of one place in the sources, and the tests that see them.
 
-docs/mutants.md shows the table. tools/mutants.py plants them in a copy of the tree and runs the tests.
+docs/mutants.md shows them. tools/mutants.py plants them in a copy of the tree and runs the tests.
 """
 
 from __future__ import annotations
@@ -50,17 +50,20 @@ def is_test(text: str) -> bool:
     return "::" in text or text.startswith(("ep_tests ", "--"))
 
 
-def table() -> str:
-    """In Markdown."""
-    heads = ["mutant", "area", "what is wrong then", *COLUMNS.values()]
-    rows = [
-        [f"`{each.name}`", each.area, each.breaks, *(_cell(each.seen_by(column)) for column in COLUMNS)]
-        for each in MUTANTS
-    ]
-    return "".join(f"| {' | '.join(row)} |\n" for row in [heads, ["---"] * len(heads), *rows])
+def listed() -> str:
+    """In Markdown: of each area its mutants, what is wrong then, and which test sees them."""
+    lines = []
+    for area in dict.fromkeys(each.area for each in MUTANTS):
+        lines += [f"## {area[0].upper()}{area[1:]}", ""]
+        for each in MUTANTS:
+            if each.area == area:
+                seen = [f"  - {head}: {_shown(each.seen_by(column))}" for column, head in COLUMNS.items()]
+                lines += [f"- `{each.name}`: {each.breaks}", *seen]
+        lines.append("")
+    return "\n".join(lines)
 
 
-def _cell(text: str) -> str:
+def _shown(text: str) -> str:
     """Without the parameters of a test."""
     if not is_test(text):
         return text
