@@ -103,8 +103,7 @@ class _File:
     def __init__(self, folder: Path, rank: int) -> None:
         of_process = os.environ.get("RANK", "")
         name = f"rank{rank}.jsonl" if of_process in ("", str(rank)) else f"process{of_process}.rank{rank}.jsonl"
-        # A line at a time: a process that is killed leaves what it has recorded.
-        self._stream: TextIO = (folder / name).open("w", buffering=1, encoding="utf-8")
+        self._stream: TextIO = (folder / name).open("w", encoding="utf-8")
         self._buffers: dict[str, int] = {}  # in the order of their first operations, which is that of all ranks
         self.write(
             {
@@ -127,6 +126,10 @@ class _File:
     def stats(self, name: str, stats: dict[str, Any]) -> None:
         if name in self._buffers:
             self.write({"stats_of": self._buffers[name], "stats": stats})
+
+    def flush(self) -> None:
+        """A process that is killed leaves what it has recorded."""
+        self._stream.flush()
 
     def end(self) -> None:
         self.write({"recording_ended_ns": time.monotonic_ns()})
@@ -165,6 +168,7 @@ class _Recorder:
                 return
             if not of_gpu:
                 self._write(line, "cpu")
+                self._flush()
                 return
             on_gpu, *counted = of_gpu
             if on_gpu is None:  # begin has failed
@@ -173,6 +177,7 @@ class _Recorder:
             self._waiting.append(on_gpu)
             if len(self._waiting) >= _READ_AFTER and not on_gpu.is_captured:
                 self._take_what_is_done()
+                self._flush()
 
     # ----
 
@@ -210,6 +215,10 @@ class _Recorder:
             file = self._files.pop(rank)
             with contextlib.suppress(OSError):
                 file.close()
+
+    def _flush(self) -> None:
+        for rank in list(self._files):
+            self._put(rank, _File.flush)
 
     def _take_what_is_done(self) -> None:
         """A GPU's figures follow one another, so that one that is not there keeps those behind it waiting."""

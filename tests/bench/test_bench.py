@@ -408,3 +408,12 @@ def test_impossible_shapes_start_nothing(given: str, why: str, capsys: pytest.Ca
     with pytest.raises(SystemExit):
         options.parse(["--device", "cpu", *given.split()])
     assert why in capsys.readouterr().err
+
+
+def test_the_cost_of_a_recording_is_measured_beside_none(tmp_path: Path) -> None:
+    path = tmp_path / "recording.json"
+    said = run("-m", "bench.measure_recording", str(path), "--steps", "2")
+    without, recorded = records.load([path])
+    assert (without["is_recorded"], recorded["is_recorded"]) == (False, True) and without["figure"] == "queued"
+    assert len(without["samples"]) == len(recorded["samples"]) == 9 and min(recorded["samples"]) > 0
+    assert f"{without['value']} us, recorded {recorded['value']} us" in said

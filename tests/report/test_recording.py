@@ -180,7 +180,7 @@ def test_a_full_disk_ends_the_recording_and_no_program(tmp_path: Path, caplog: p
     with nccl_ep.Buffer.for_shapes(None, **SIZES) as buffer, nccl_ep.record(tmp_path):
         for step in range(60):
             programs.exchange(buffer, 0, "ll", step)
-    assert caplog.text.count("nothing is recorded of rank 0: [Errno 28] No space left on device") == 1
+    assert caplog.text.count("the recording of rank 0 is cut off: [Errno 28] No space left on device") == 1
     with nccl_ep.record(tmp_path / "other"):
         pass
 
