@@ -22,7 +22,10 @@ _KINDS = {"dispatch": "tokens to the ranks of their experts", "combine": "sums h
 
 def page(inputs: Inputs, recorded: Json | None) -> str:
     """recorded: ``figures.figures`` of the recorded files, if there are any."""
-    shown = None if recorded is None else recorded | {"spans": recorded["spans"][:MOST_SPANS]}
+    shown = recorded
+    if recorded is not None and len(recorded["spans"]) > MOST_SPANS:  # they are rank after rank
+        first = sorted(recorded["spans"], key=lambda span: float(span["begin_us"]))[:MOST_SPANS]
+        shown = recorded | {"spans": first}
     parts = [] if recorded is None else [_recorded(recorded)]
     parts += [measured.benchmark(path, records) for path, records in inputs.records]
     parts += [measured.model(path, estimates) for path, estimates in inputs.models]

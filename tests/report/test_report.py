@@ -12,6 +12,7 @@ import pytest
 
 from nccl_ep.report import __main__ as report
 from nccl_ep.report import charts
+from nccl_ep.report import page as report_page
 from nccl_ep.report.figures import figures
 from nccl_ep.report.inputs import load
 from tests import ROOT
@@ -236,6 +237,16 @@ def test_a_page_that_is_no_file_has_no_trace_beside_it(tmp_path: Path) -> None:
 def test_a_file_that_is_named_twice_is_read_once(tmp_path: Path) -> None:
     path = write(tmp_path, 0, step("dispatch", 0, 5))
     assert len(load([tmp_path, path]).recorded) == 1
+
+
+def test_a_long_recording_shows_the_first_calls_of_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report_page, "MOST_SPANS", 6)
+    for rank in range(2):
+        write(tmp_path, rank, *(step("dispatch", 100 * number, 60, number=number + 1) for number in range(5)))
+    page = made(tmp_path, tmp_path)
+    shown = [(span["rank"], span["number"]) for span in json.loads(page.data)["recorded"]["spans"]]
+    assert sorted(shown) == [(rank, number) for rank in range(2) for number in (1, 2, 3)]
+    assert "Here are the first 6 of 10 calls; the trace has all." in page.text
 
 
 def test_files_of_different_runs_are_told(tmp_path: Path) -> None:
