@@ -60,7 +60,7 @@ std::vector<std::string> outcomes_of(Bootstrap& bootstrap, Step&& step) {
   std::exception_ptr own;
   std::string outcome;
   try {
-    outcome = kDone + std::string(step());
+    outcome.assign(1, kDone).append(step());
   } catch (const Interrupted&) {
     throw;  // without a word to the others, whom it may have to wait for
   } catch (const Error& error) {
