@@ -126,7 +126,7 @@ def _live(rank: int, born: int, lives: Lives, tell: Callable[[dict[str, Any]], N
     torch.set_num_threads(1)
     device = torch.device("cpu")
     if lives.device == "cuda":
-        device = torch.device("cuda", rank)
+        device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     case = lives.case()
     everyone = set(range(lives.num_ranks))
