@@ -208,6 +208,27 @@ def test_destroying_a_failed_buffer_waits_for_nobody(domain_size: int) -> None:
     assert min(took) < deadline / 2, took
 
 
+def test_a_test_that_sees_a_difference_tells_the_failure_first() -> None:
+    """On GPUs operations end without an error on the host: what they gave is compared before anybody asks."""
+    is_over = threading.Event()
+
+    def body(group: ThreadGroup) -> None:
+        case = Expected(plain_case(2))
+        with case_buffer(case.case, group, timeout=0.2) as buffer:
+            group.allgather(b"", PATIENCE)
+            if group.rank() == 0:
+                with pytest.raises(nccl_ep.TimeoutError):
+                    case.dispatch(buffer)
+                is_over.set()
+                case.check_combine(torch.ones(8, 64).bfloat16(), 0)
+            assert is_over.wait(PATIENCE)
+
+    with pytest.raises(AssertionError) as caught:
+        run_ranks(2, body)
+    assert re.match(r"TimeoutError: the buffer has failed: rank 0 waited .* of rank 1 ", str(caught.value))
+    assert "combined: " in str(caught.value)
+
+
 def test_the_outputs_of_a_failed_dispatch_are_empty() -> None:
     """Out-variants leave nothing that looks like rows: counts 0, ids -1, weights 0."""
     case = Expected(plain_case(2, layout="flat", combine_weights="none"))

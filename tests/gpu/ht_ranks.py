@@ -58,8 +58,6 @@ class ExpectedHt:
     def run(self, buffer: nccl_ep.Buffer, **options: Any) -> None:
         rank = buffer.rank
         got = run_on_rank(self.case, self.plan, buffer, self.inputs[rank], self.results[rank], **options)
-        synchronize(buffer.device)
-        buffer.require_usable()  # its error says more than a difference does
         self.check(got, rank, f"{self.case.describe()} {self.plan} {options} rank {rank}")
 
     def check(self, got: HtRankResult, rank: int, where: str) -> None:

@@ -20,6 +20,7 @@ from tests.c.ht_case import HtCaseRun, run_ht_case
 from tests.ht.harness import HtPlan
 from tests.support.expected import Expected, plain_case
 from tests.support.gpus import NUM_SMS, WORLDS, captured, needs_gpu, num_replays, on_gpu, one_gpu_worlds, ranks_on_gpus
+from tests.support.harness import synchronize
 from tests.support.patience import PATIENCE
 from tests.support.processes import run_processes
 
@@ -70,9 +71,10 @@ def replay_other_ids(library: Library, group: Any, layout: str, way: str, device
         for mine, theirs in zip(memory, tensors_of(want), strict=True):
             mine.copy_(theirs)
         replay()
+        synchronize(torch.device(device))
+        library.Check(run.group)  # its error says more than a difference does
         want.check_dispatch(run.output(last["made"]), rank)
         want.check_combine(last["home"].cpu(), rank)
-        library.Check(run.group)
     if isinstance(run, HtCaseRun):
         calls = replays + (device != "cpu")  # and one before the capture
         assert run.info().num_staged_dispatches == (0 if way == "in place" else calls)

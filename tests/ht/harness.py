@@ -256,6 +256,7 @@ def run_on_rank(
     ]  # fmt: skip
     wire.append(buffer.wire_bytes())
     synchronize(device)
+    buffer.require_usable()  # its error says more than a difference does
     return HtRankResult(out, cached, combined.cpu(), scalars.cpu(), wire, stats)
 
 

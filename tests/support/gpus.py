@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from nccl_ep import _C
+from tests.support import failures as failures  # is in force where it is imported
 
 TEST_ALL = bool(os.environ.get("NCCL_EP_TEST_ALL"))
 NUM_GPUS = torch.cuda.device_count() if _C.has_cuda() and torch.cuda.is_available() else 0

@@ -12,6 +12,7 @@ import torch
 import nccl_ep
 from nccl_ep import _C, reference
 from nccl_ep.testing import ThreadGroup, run_ranks
+from tests.support import failures as failures  # is in force where it is imported
 from tests.support.cases import Case
 from tests.support.contents import as_bytes
 from tests.support.patience import of_living_ranks
@@ -146,6 +147,8 @@ def run_case_on_rank(
         values = case.scalars(results[rank], rank).to(rows.device)
         combined = combine_case(case, rows, out.handle, rank, staged=staged, **options)
         scalars = nccl_ep.combine_weights(values, out.handle)
+        synchronize(buffer.device)
+        buffer.require_usable()  # its error says more than a difference does
         return RankResult(out, combined.cpu(), scalars.cpu(), buffer.wire_bytes())
 
 

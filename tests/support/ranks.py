@@ -21,6 +21,8 @@ from torch.utils._device import _device_constructors
 
 from nccl_ep import testing
 from nccl_ep.bootstrap import rendezvous_of
+from nccl_ep.buffer import living
+from tests.support.failures import tell_failure
 from tests.support.gpus import on_gpu
 
 DEVICE = os.environ.get("NCCL_EP_TEST_DEVICE", "cpu")  # of tests of ranks; set in processes of on_gpus
@@ -53,6 +55,8 @@ def run_ranks(num_ranks: int, body: Callable[[Any], Any], timeout: float = 300.0
     try:
         result = body(_world)
     except BaseException as caught:  # pytest's own failures, too
+        for buffer in living():
+            tell_failure(buffer)
         error = caught
     texts = _world.allgather(pickle.dumps((result, "" if error is None else repr(error))), MEETING)
     found = [pickle.loads(text) for text in texts]

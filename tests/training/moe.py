@@ -10,6 +10,7 @@ import torch
 
 import nccl_ep
 from nccl_ep.testing import run_ranks
+from tests.support.harness import synchronize
 
 HIDDEN, EXPERTS, TOPK, MAX_TOKENS = 8, 4, 2, 8
 EXPERT_LAYOUTS = ("expert_major", "packed")
@@ -208,6 +209,8 @@ def run_rank(case: Case, group: Any, mode: str, layout: str, weighting: str, way
             given, rows = {"weights": None}, rows * out.weights.unsqueeze(-1)
         combined = receive(rows, out.handle, **given)
         combined.backward(case.out_grads[rank].to(buffer.device))
+        synchronize(buffer.device)
+        buffer.require_usable()  # its error says more than a difference does
         return combined.detach().cpu(), *(_grad_of(each).cpu() for each in (x, weights, experts))
 
 
