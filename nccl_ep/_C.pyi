@@ -185,8 +185,11 @@ def sizes_for(
     max_tokens: int,
     dispatch_row_bytes: int,
     combine_row_bytes: int,
-    /,
+    on_gpu: bool = False,
 ) -> tuple[int, int, int, int]: ...
+def auto_ll_tokens(
+    num_ranks: int, num_experts: int, topk: int, max_tokens: int, row_bytes: int, on_gpu: bool, /
+) -> int: ...
 
 # Words of a call; bytes of routes, rows, crossing routes, crossing rows, arena.
 def ht_sizes_for(
@@ -202,7 +205,6 @@ def ht_sizes_for(
 ) -> tuple[int, int, int, int, int, int]: ...
 
 # Raises what the kernels of low latency do not serve in any layout.
-def check_ll_on_gpus(num_ranks: int, num_experts: int, topk: int, max_tokens: int, /) -> None: ...
 def most_ll_tokens_on_gpus(num_ranks: int, num_experts: int, topk: int, /) -> int: ...
 
 # Bytes of a window of low latency alone, over the rail of such domains; 0: of one domain.

@@ -26,6 +26,8 @@ def choose_mode(max_tokens: int, row_bytes: int, topk: int, num_ranks: int, capa
     return "ht" if capacity == "exact" or _C.auto_is_ht(max_tokens, row_bytes, topk, num_ranks) else "ll"
 
 
-def auto_ll_tokens(max_tokens: int, row_bytes: int, topk: int, num_ranks: int) -> int:
+def auto_ll_tokens(
+    max_tokens: int, row_bytes: int, topk: int, num_ranks: int, num_experts: int, device_type: str
+) -> int:
     """The tokens of the largest call up to ``max_tokens`` that "auto" gives to LL: what a buffer reserves for it."""
-    return max(1, min(max_tokens, _C.most_auto_ll_tokens(row_bytes, topk, num_ranks)))
+    return _C.auto_ll_tokens(num_ranks, num_experts, topk, max_tokens, row_bytes, device_type == "cuda")

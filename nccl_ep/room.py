@@ -111,18 +111,17 @@ def room_for_shapes(
     require_within(0, _MAX_WINDOW_BYTES, arena_bytes=0 if arena_bytes is None else arena_bytes)
     ll, ht, ll_tokens = LlSizes(), None, max_tokens
     if mode == "auto":
-        ll_tokens = auto_ll_tokens(max_tokens, bytes_of_x, topk, num_ranks)
+        ll_tokens = auto_ll_tokens(max_tokens, bytes_of_x, topk, num_ranks, num_experts, device_type)
     if mode != "ht":
-        if device_type == "cuda":
-            _C.check_ll_on_gpus(num_ranks, num_experts, topk, ll_tokens)
-        ll = LlSizes(*_C.sizes_for(num_ranks, num_experts, topk, ll_tokens, row_bytes, home_bytes))
+        shape = (num_ranks, num_experts, topk, ll_tokens)
+        ll = LlSizes(*_C.sizes_for(*shape, row_bytes, home_bytes, on_gpu=device_type == "cuda"))
         if not late_weights:
             ll = ll._replace(unweighted=0)
     if mode != "ll":
         if arena_bytes is None:
             arena_bytes = default_arena_bytes(num_ranks, max_tokens, row_bytes, device_type)
-        shape = (num_ranks, domain_size or num_ranks, num_experts, topk, max_tokens)
-        ht = HtSizes(*_C.ht_sizes_for(*shape, row_bytes, home_bytes, arena_bytes))
+        ht_shape = (num_ranks, domain_size or num_ranks, num_experts, topk, max_tokens)
+        ht = HtSizes(*_C.ht_sizes_for(*ht_shape, row_bytes, home_bytes, arena_bytes))
     made_with = sizes_told(
         max_tokens=max_tokens, hidden=hidden, topk=topk, num_experts=num_experts, dtype=dtype,
         wire_dtype=wire_dtype, scale_bytes=scale_bytes, mode=mode,

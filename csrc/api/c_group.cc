@@ -15,7 +15,7 @@
 #include "api/c_struct.h"
 #include "api/factory.h"
 #include "runtime/checks.h"
-#include "runtime/policy.h"
+#include "runtime/room.h"
 
 namespace ep::c {
 namespace {
@@ -66,35 +66,8 @@ void check_received(const GroupRequest& request) {
 int ll_max_tokens(const GroupRequest& config, int num_ranks) {
   if (config.algorithm == NCCL_EPX_ALGORITHM_HIGH_THROUGHPUT) return 0;
   if (config.algorithm == NCCL_EPX_ALGORITHM_LOW_LATENCY) return config.max_tokens;
-  const int64_t most = most_auto_ll_tokens(static_cast<int64_t>(config.max_token_bytes), config.topk, num_ranks);
-  return static_cast<int>(std::clamp<int64_t>(most, 1, config.max_tokens));
-}
-
-GroupConfig to_group_config(const GroupRequest& config, int num_ranks) {
   const Shape shape = Shape::make(num_ranks, config.num_experts, config.topk, config.max_tokens);
-  const int dispatch_bytes = static_cast<int>(config.max_token_bytes);
-  const int combine_bytes =
-      config.max_combine_row_bytes == 0 ? dispatch_bytes : static_cast<int>(config.max_combine_row_bytes);
-  GroupConfig result;
-  result.domain_size = config.domain_size;
-  if (const int ll_tokens = ll_max_tokens(config, num_ranks); ll_tokens > 0) {
-    Shape ll_shape = shape;
-    ll_shape.max_tokens = ll_tokens;
-    result.sizes = sizes_for(ll_shape, dispatch_bytes, combine_bytes);
-  }
-  if (config.algorithm != NCCL_EPX_ALGORITHM_LOW_LATENCY) {
-    const Topology topology = Topology::make(num_ranks, config.domain_size == 0 ? num_ranks : config.domain_size);
-    result.ht_sizes = ht_sizes_for(topology, shape, dispatch_bytes, combine_bytes, config.arena_bytes);
-  }
-  result.timeout_seconds = seconds_of(config.timeout_ns);
-  result.masks_late_ranks = config.enable_mask;
-  result.ll_network = static_cast<LlNetwork>(config.ll_network);
-  result.device_index = config.device;
-  result.made_with =
-      concat("max_tokens=", config.max_tokens, ", topk=", config.topk, ", num_experts=", config.num_experts,
-             ", max_token_bytes=", config.max_token_bytes, ", max_combine_row_bytes=", config.max_combine_row_bytes,
-             ", algorithm=", config.algorithm, ", arena_bytes=", config.arena_bytes);
-  return result;
+  return auto_ll_tokens(shape, static_cast<int64_t>(config.max_token_bytes), config.device >= 0);
 }
 
 // For profilers.
@@ -155,6 +128,33 @@ void create_group(ncclEpGroup_t* group, ncclComm* comm, const ncclEpGroupConfig_
 }
 
 }  // namespace
+
+GroupConfig to_group_config(const GroupRequest& config, int num_ranks) {
+  const Shape shape = Shape::make(num_ranks, config.num_experts, config.topk, config.max_tokens);
+  const int dispatch_bytes = static_cast<int>(config.max_token_bytes);
+  const int combine_bytes =
+      config.max_combine_row_bytes == 0 ? dispatch_bytes : static_cast<int>(config.max_combine_row_bytes);
+  GroupConfig result;
+  result.domain_size = config.domain_size;
+  if (const int ll_tokens = ll_max_tokens(config, num_ranks); ll_tokens > 0) {
+    Shape ll_shape = shape;
+    ll_shape.max_tokens = ll_tokens;
+    result.sizes = ll_sizes_for(ll_shape, dispatch_bytes, combine_bytes, config.device >= 0);
+  }
+  if (config.algorithm != NCCL_EPX_ALGORITHM_LOW_LATENCY) {
+    const Topology topology = Topology::make(num_ranks, config.domain_size == 0 ? num_ranks : config.domain_size);
+    result.ht_sizes = ht_sizes_for(topology, shape, dispatch_bytes, combine_bytes, config.arena_bytes);
+  }
+  result.timeout_seconds = seconds_of(config.timeout_ns);
+  result.masks_late_ranks = config.enable_mask;
+  result.ll_network = static_cast<LlNetwork>(config.ll_network);
+  result.device_index = config.device;
+  result.made_with =
+      concat("max_tokens=", config.max_tokens, ", topk=", config.topk, ", num_experts=", config.num_experts,
+             ", max_token_bytes=", config.max_token_bytes, ", max_combine_row_bytes=", config.max_combine_row_bytes,
+             ", algorithm=", config.algorithm, ", arena_bytes=", config.arena_bytes);
+  return result;
+}
 
 GroupRequest take_group(const ncclEpGroupConfig_t* given, const ncclEpxGroupOptions_t* given_options, int device) {
   const auto config = take(given, "config");

@@ -15,6 +15,9 @@
 
 namespace ep::c {
 
+// Of so many ranks. Raises what a group cannot be made for.
+GroupConfig to_group_config(const GroupRequest& config, int num_ranks);
+
 // Shared by a group and its handles, so that a handle that outlives its group finds out.
 struct GroupState {
   std::unique_ptr<Group> group;

@@ -12,7 +12,7 @@
 
 #include "api/factory.h"
 #include "base/check.h"
-#include "layout/ll/limits.h"
+#include "runtime/room.h"
 #include "torch/call/define.h"
 #include "torch/call/given.h"
 #include "torch/common/errors.h"
@@ -302,17 +302,16 @@ void define_direct_calls(py::module_& m) {
 void define_sizes(py::module_& m) {
   m.def(
       "sizes_for",
-      [](int num_ranks, int num_experts, int topk, int max_tokens, int dispatch_row_bytes, int combine_row_bytes) {
-        return as_tuple(
-            sizes_for(Shape::make(num_ranks, num_experts, topk, max_tokens), dispatch_row_bytes, combine_row_bytes));
+      [](int num_ranks, int num_experts, int topk, int max_tokens, int dispatch_row_bytes, int combine_row_bytes,
+         bool on_gpu) {
+        const Shape shape = Shape::make(num_ranks, num_experts, topk, max_tokens);
+        return as_tuple(ll_sizes_for(shape, dispatch_row_bytes, combine_row_bytes, on_gpu));
       },
-      "Bytes of routing, dispatched rows and combined rows in one bank.");
-  m.def(
-      "check_ll_on_gpus",
-      [](int num_ranks, int num_experts, int topk, int max_tokens) {
-        check_ll_on_gpus(Shape::make(num_ranks, num_experts, topk, max_tokens));
-      },
-      "Raises what the kernels of low latency do not serve in any layout.");
+      py::arg("num_ranks"), py::arg("num_experts"), py::arg("topk"), py::arg("max_tokens"),
+      py::arg("dispatch_row_bytes"), py::arg("combine_row_bytes"), py::arg("on_gpu") = false,
+      "Bytes of routing, dispatched rows and combined rows in one bank. on_gpu: raises what kernels do not serve in "
+      "any "
+      "layout.");
   m.def(
       "most_ll_tokens_on_gpus",
       [](int num_ranks, int num_experts, int topk) {

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "runtime/call.h"
-#include "runtime/policy.h"
+#include "runtime/room.h"
 #include "torch/common/load_option.h"
 #include "torch/ops/arguments.h"
 
@@ -120,6 +120,12 @@ void define_policy(py::module_& m) {
   m.attr("AUTO_LL_BYTES") = kAutoLlBytes;
   m.def("most_auto_ll_tokens", &most_auto_ll_tokens, py::arg("row_bytes"), py::arg("topk"), py::arg("num_ranks"),
         py::arg("auto_bytes") = kAutoLlBytes, "max_tokens up to which mode=\"auto\" takes low latency.");
+  m.def(
+      "auto_ll_tokens",
+      [](int num_ranks, int num_experts, int topk, int max_tokens, int64_t row_bytes, bool on_gpu) {
+        return auto_ll_tokens(Shape::make(num_ranks, num_experts, topk, max_tokens), row_bytes, on_gpu);
+      },
+      "The tokens of the largest call up to max_tokens that mode=\"auto\" gives to low latency.");
   m.def(
       "default_capacity",
       [](const Numbers& numbers, int num_ranks) {

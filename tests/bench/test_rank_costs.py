@@ -8,6 +8,7 @@ import pytest
 
 from bench.rank_costs import ROWS, World, table
 from nccl_ep import _C
+from nccl_ep.modes import auto_ll_tokens
 
 ROOT = Path(__file__).resolve().parents[2]
 # Counts of all ranks go to all ranks. docs/network.md says so.
@@ -30,6 +31,8 @@ def test_only_counts_of_all_ranks_grow_faster_than_the_ranks(cost: str) -> None:
 
 def test_low_latency_is_refused_before_memory_is_taken() -> None:
     most = World(1152).ll_most_tokens
-    _C.check_ll_on_gpus(1152, 2304, 8, most)
+    _C.sizes_for(1152, 2304, 8, most, 256, 256, on_gpu=True)
     with pytest.raises(ValueError, match=f"max_tokens is {most + 1}, low latency of 1152 ranks .* serves {most} on"):
-        _C.check_ll_on_gpus(1152, 2304, 8, most + 1)
+        _C.sizes_for(1152, 2304, 8, most + 1, 256, 256, on_gpu=True)
+    # In "auto", high throughput has the larger calls.
+    assert [auto_ll_tokens(4096, 14336, 8, 1152, 2304, device) for device in ("cuda", "cpu")] == [most, 128]

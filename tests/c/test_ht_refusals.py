@@ -141,7 +141,7 @@ def test_auto_takes_low_latency_up_to_its_room(library: Library) -> None:
         made = library.solo_group(max_tokens=max_tokens, max_token_bytes=row_bytes, topk=topk)
         info, told = c_api.GroupInfo(), c_api.HandleInfo()
         library.GroupGetInfo(made, info)
-        most = auto_ll_tokens(max_tokens, row_bytes, topk, 1)
+        most = auto_ll_tokens(max_tokens, row_bytes, topk, 1, 2, "cpu")
         assert (info.algorithm, info.ll_max_tokens) == (c_api.ALGORITHM_AUTO, most)
         expected = {
             1: 1,

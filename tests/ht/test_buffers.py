@@ -322,14 +322,14 @@ def test_auto_goes_by_what_all_ranks_share() -> None:
     assert modes.choose_mode(128, row, 8, 4, None) == "ll"
     assert modes.choose_mode(4096, row, 8, 4, None) == "ht"
     assert modes.choose_mode(1, row, 8, 4, "exact") == "ht"
-    most = modes.auto_ll_tokens(10**6, row, 8, 4)
+    most = modes.auto_ll_tokens(10**6, row, 8, 4, 8, "cpu")
     assert modes.choose_mode(most, row, 8, 4, None) == "ll"
     assert modes.choose_mode(most + 1, row, 8, 4, None) == "ht"
     assert modes.choose_mode(200, 8 * row, 8, 4, None) == "ht"
     assert modes.choose_mode(200, 8 * row, 1, 4, None) == "ll"  # a quarter of the rows
-    assert modes.auto_ll_tokens(64, row, 8, 4) == 64
+    assert modes.auto_ll_tokens(64, row, 8, 4, 8, "cpu") == 64
     # Slots of small rows.
-    assert [modes.auto_ll_tokens(10**6, 16, 8, ranks) for ranks in (1, 4, 8, 64)] == [4096, 1024, 512, 128]
+    assert [modes.auto_ll_tokens(10**6, 16, 8, ranks, 64, "cpu") for ranks in (1, 4, 8, 64)] == [4096, 1024, 512, 128]
 
 
 def test_auto_takes_either_mode_on_one_buffer() -> None:

@@ -44,7 +44,7 @@ class Shapes:
     def __init__(
         self, ranks: int, max_tokens: int, hidden: int, topk: int, rounds_twice: bool, device_type: str
     ) -> None:  # fmt: skip
-        self.ranks, self.max_tokens, self.hidden = ranks, max_tokens, hidden
+        self.ranks, self.max_tokens, self.hidden, self.device_type = ranks, max_tokens, hidden, device_type
         self.topk = topk or MAX_TOPK
         self.experts = -(-_EXPERTS // ranks) * ranks
         self.wire_dtype = torch.bfloat16 if rounds_twice else torch.float32
@@ -62,7 +62,9 @@ class Shapes:
     def num_bytes(self) -> int:
         row = self.row_bytes + (self.scale_bytes + 15) // 16 * 16
         home = self.hidden * self.wire_dtype.itemsize
-        ll_tokens = auto_ll_tokens(self.max_tokens, self.row_bytes, self.topk, self.ranks)
+        ll_tokens = auto_ll_tokens(
+            self.max_tokens, self.row_bytes, self.topk, self.ranks, self.experts, self.device_type
+        )
         bank = _C.sizes_for(self.ranks, self.experts, self.topk, ll_tokens, row, home)
         ll = _C.window_for(self.ranks, (*bank[:3], 0))  # without late_weights
         ht = HtSizes(
