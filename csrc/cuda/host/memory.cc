@@ -14,6 +14,12 @@ namespace {
 
 constexpr double kTearDownSlackSeconds = 10;  // beyond the deadline that ends the last kernel
 
+// Of a buffer's state. Counters are for kMaxRanks: those that no kernel of the buffer uses, at its end, are not there.
+constexpr size_t state_bytes(bool has_ht, bool has_domains) {
+  if (has_domains) return sizeof(DeviceState);
+  return has_ht ? offsetof(DeviceState, ht_rail_counters) : kReportedBytes;
+}
+
 Arch arch_of(int device) {
   const auto attribute = [&](cudaDeviceAttr which) {
     int value = 0;
@@ -49,7 +55,7 @@ void tear_down(Memory* owned) noexcept {
   }
 }
 
-std::unique_ptr<Memory> make_memory(int device, double timeout_seconds, uint64_t message_words) {
+std::unique_ptr<Memory> make_memory(int device, double timeout_seconds, uint64_t message_words, bool has_domains) {
   auto memory = std::make_unique<Memory>();
   memory->device = device;
   memory->timeout_seconds = timeout_seconds;
@@ -57,7 +63,8 @@ std::unique_ptr<Memory> make_memory(int device, double timeout_seconds, uint64_t
   EP_CUDA(cudaStreamCreateWithFlags(&memory->stream, cudaStreamNonBlocking));
   EP_CUDA(cudaHostAlloc(reinterpret_cast<void**>(&memory->host), sizeof(HostBlock), cudaHostAllocMapped));
   new (memory->host) HostBlock{};
-  EP_CUDA(cudaMalloc(reinterpret_cast<void**>(&memory->state), sizeof(DeviceState)));
+  const size_t bytes_of_state = state_bytes(message_words > 0, has_domains);
+  EP_CUDA(cudaMalloc(reinterpret_cast<void**>(&memory->state), bytes_of_state));
   if (message_words > 0) {
     const uint64_t bytes = kHtRouteBlocks * message_words * sizeof(uint64_t);
     EP_CUDA(cudaMalloc(reinterpret_cast<void**>(&memory->ht_block_counts), bytes));
@@ -68,7 +75,7 @@ std::unique_ptr<Memory> make_memory(int device, double timeout_seconds, uint64_t
   EP_CUDA(cudaHostGetDevicePointer(reinterpret_cast<void**>(&initial.failure), &memory->host->failure, 0));
   EP_CUDA(
       cudaHostGetDevicePointer(reinterpret_cast<void**>(&initial.has_invalid_ids), &memory->host->has_invalid_ids, 0));
-  EP_CUDA(cudaMemcpyAsync(memory->state, &initial, sizeof initial, cudaMemcpyHostToDevice, memory->stream));
+  EP_CUDA(cudaMemcpyAsync(memory->state, &initial, bytes_of_state, cudaMemcpyHostToDevice, memory->stream));
   EP_CUDA(cudaStreamSynchronize(memory->stream));
   return memory;
 }

@@ -76,7 +76,7 @@ struct Memory {
 // cannot be freed safely is left to the end of the process: a caller never hangs here.
 void tear_down(Memory* owned) noexcept;
 // `message_words`: of an op message of high throughput, which has the counts of a rank; 0 without high throughput.
-std::unique_ptr<Memory> make_memory(int device, double timeout_seconds, uint64_t message_words);
+std::unique_ptr<Memory> make_memory(int device, double timeout_seconds, uint64_t message_words, bool has_domains);
 // kAbsent, where nothing has arrived.
 void rest_rows(const Memory& memory, const LlWindow& window);
 // Where ranks can be masked: what the kernels need for it.

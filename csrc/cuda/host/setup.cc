@@ -120,7 +120,7 @@ std::unique_ptr<Memory> set_up(Bootstrap& bootstrap, const Topology& topology, c
     guard.emplace(device);
     identity = own_gpu_identity(device);
     load_kernels({config.has_ll(), config.has_ht(), config.masks_late_ranks});
-    memory = make_memory(device, config.timeout_seconds, window.ht.message_words);
+    memory = make_memory(device, config.timeout_seconds, window.ht.message_words, topology.num_domains() > 1);
   });
   make_window(bootstrap, *memory, topology, window.bytes, identity, config);
   if (topology.num_domains() > 1) join_network(bootstrap, topology, window, config, *memory);
