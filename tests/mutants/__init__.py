@@ -264,7 +264,7 @@ MUTANTS = (
         new="      if (Share::of(role.rail, p.num_tokens, channel).count == 0) continue;\n"
         "      is_ok = await_channel(role, op, role.rail.other(i), channel) != Arrival::kFailed;\n",
         breaks="a combine of weights does not wait for channels without a token, which land in a later call",
-        emulated=NOT_TRIED,
+        emulated="tests/network/test_emulated_network.py::test_a_call_ends_behind_all_that_is_sent_to_it",
     ),
     Mutant(
         "ll_gpu_wait_cost", "kernels, low latency", "csrc/cuda/ll/common/headers.cuh",

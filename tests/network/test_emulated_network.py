@@ -118,6 +118,21 @@ def test_chains_are_right_under_delays(topology: tuple[int, int], seed: int) -> 
     check_chains(seed, CHAIN_RUNS, domain_size=topology[1])
 
 
+def test_a_call_ends_behind_all_that_is_sent_to_it() -> None:
+    """Channels without a token bring a signal alone. The network is so slow that what a call does not wait for is under
+    way in later ones, of which the simulated NIC tells."""
+    case = Expected(plain_case(2, domain_size=1, layout="packed", tokens=(1, 1), tokens_kind="some"))
+
+    def body(group: ThreadGroup) -> None:
+        with case_buffer(case.case, group, network_seed=100_003, device="cpu") as buffer:
+            out = case.dispatch(buffer)
+            for _ in range(60):
+                case.combine_weights(buffer, out.handle)
+            buffer.wire_bytes()
+
+    run_ranks(2, body, timeout=LIMIT)
+
+
 # ---- Blocks share the rows of a channel
 
 

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "base/check.h"
+#include "layout/ll/rail.h"
 
 #if defined(EP_LAB)
 #include "base/testing.h"
@@ -46,6 +47,7 @@ Nics::Nics(char* first_window, const NetworkConfig& config)
     counts_.push_back(std::move(counts));
   }
   num_taken_.assign(num_ranks_, 0);
+  leaves_some_ = std::vector<std::atomic<bool>>(num_ranks_);
   thread_ = std::thread([this] { run(); });
 }
 
@@ -65,6 +67,9 @@ WireBytes Nics::wire_bytes(int rank) const {
   if (!has_all) {
     raise(ErrorKind::kTimeout, "the simulated NIC of rank ", rank, " has taken ", counts_[rank].num_taken, " of ",
           posted, " puts and signals within ", kMaxCountSeconds.count(), " s");
+  }
+  if (leaves_some_[rank]) {
+    raise(ErrorKind::kSystem, "a call of low latency has ended while what rank ", rank, " had sent was under way");
   }
   return counts_[rank].bytes;
 }
@@ -112,6 +117,13 @@ bool Nics::take(int rank) {
     };
     if (std::count_if(items_.begin(), items_.end(), same) >= config_.shape.max_outstanding) {
       die("more puts under way than the protocol promises", rank);
+    }
+    // Low latency uses a word in every other call. Its receiver waits for all that a call sends there, so the sender's
+    // call after the next one finds nothing under way.
+    const auto same_word = [&](const Item& other) { return same(other) && other.what.signal == what.signal; };
+    const bool is_ll = what.signal != kNoSignal && what.signal < LlRail::num_signals(topology);
+    if (is_ll && !config_.masks_ranks && std::any_of(items_.begin(), items_.end(), same_word)) {
+      leaves_some_[rank] = true;
     }
     count(rank, what);
     cut(item);

@@ -28,6 +28,7 @@ class Nics {
 
   SimulatedNetworkArgs args(int rank);
   // Of all that the rank's kernels have posted. Waits until the thread has seen it: a kernel may have ended before.
+  // Raises what no operation shows: that one has ended before all that was sent to it was there.
   WireBytes wire_bytes(int rank) const;
 
  private:
@@ -63,6 +64,7 @@ class Nics {
   std::vector<std::vector<uint64_t>> signals_;  // of each rank [context][signal]
   std::vector<uint64_t> num_taken_;
   std::vector<Item> items_;
+  std::vector<std::atomic<bool>> leaves_some_;
   mutable std::mutex mutex_;  // of the counts
   mutable std::condition_variable has_counted_;
   std::vector<Counts> counts_;
