@@ -24,6 +24,7 @@ class Usable(Protocol):
 
 MAX_ROW_BYTES = 1 << 16  # csrc/runtime/checks.h; as many of scales
 MAX_TOPK = 32  # csrc/layout/common/shape.h
+MAX_RANKS = 2048  # csrc/layout/common/rank_mask.h
 _MAX_SECONDS = 1e9  # csrc/runtime/group.cc
 _INT32 = range(-(1 << 31), 1 << 31)
 INT64 = -(1 << 63), (1 << 63) - 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import operator
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -62,9 +63,10 @@ def mark_tokens(*tensors: torch.Tensor, dim: int | Sequence[int] = 0) -> None:
     """
     if torch.compiler.is_compiling():
         return
-    dims = tuple(dim) if isinstance(dim, Sequence) else (dim,)
-    for one in dims:
+    dims = []
+    for one in dim if isinstance(dim, Sequence) else (dim,):
         require_within(*INT64, dim=one)
+        dims.append(operator.index(one))
     for at, each in enumerate(tensors):
         require_tensors(**{f"tensors[{at}]": each})
         for one in dims:

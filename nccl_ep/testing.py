@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from .checks import MAX_RANKS, described, require_timeout, require_within
 from .errors import TimeoutError
 from .meeting import late
 
@@ -78,6 +79,10 @@ def run_ranks(num_ranks: int, body: Callable[[ThreadGroup], T], timeout: float =
     ``timeout``: seconds for all of them; ``TimeoutError`` names a rank that runs longer (its thread is left alone).
     Raises the error of the lowest rank that failed, with the others' texts added.
     """
+    require_within(1, MAX_RANKS, num_ranks=num_ranks)
+    require_timeout(timeout=timeout)
+    if not callable(body):
+        raise TypeError(f"body is {described(body)}, must be a function of a rank's group")
     results: list[Any] = [None] * num_ranks
     errors: dict[int, BaseException] = {}
 

@@ -95,8 +95,12 @@ def check(options: argparse.Namespace, num_ranks: int) -> None:
     model.check_ranks(own)
     if options.sequences % num_ranks:
         raise ValueError(f"--sequences is {options.sequences}, must be a multiple of the {num_ranks} ranks")
-    if options.fp8 and Arriving.name in options.exchange.split(","):
-        raise ValueError(f"--fp8 is there, but {Arriving.name} has no FP8")
+    if options.fp8:
+        for name in options.exchange.split(","):
+            if name != "nccl_ep":
+                raise ValueError(f"--fp8 is there, but {name} has no FP8")
+        if sizes.dtype_of(options, kind) != torch.bfloat16:
+            raise ValueError("--fp8 is there, but --dtype is fp32, must be bf16")
     corpus = Corpus(options.seed)
     corpus.check("--length", options.length, corpus.training)
     tokens = options.sequences // num_ranks * options.length

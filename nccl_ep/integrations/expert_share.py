@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _composable_state
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.parametrize import is_parametrized
 
 from ..bootstrap import Rendezvous
 from ..buffer import Buffer
@@ -211,6 +212,12 @@ def _require_sharded_apart(module: torch.nn.Module, share: Share, name: str, ten
 
 def require_own(module: torch.nn.Module, share: Share) -> None:
     """UsageError where a wrapper has mixed the experts of this rank with those of others. Cheap for what is known."""
+    if is_parametrized(module):  # PEFT does it for the time of a forward pass
+        raise UsageError(
+            f"the experts of a {type(module).__name__} have adapters or other parametrizations, which are this rank's "
+            "alone: nothing knows that they are to be saved for all experts, and not averaged over the ranks. Merge "
+            "them before use_expert_parallel"
+        )
     own = list(module.parameters(recurse=False))
     if len(own) != len(share.own_parameters) or any(
         known() is not each for known, each in zip(share.own_parameters, own, strict=True)
@@ -265,7 +272,7 @@ def _take_share(
         return
     for name in share.names:
         given = state_dict.get(prefix + name)
-        if given is None or given.dim() == 0:
+        if not isinstance(given, torch.Tensor) or given.dim() == 0:  # torch says what it must be
             continue
         own = share.taken_from(given)
         if own is not None:

@@ -123,8 +123,9 @@ def use_expert_parallel(
     ``model.load_state_dict()`` takes the tensors of all experts, and keeps this rank's. The same holds for the
     ``state_dict`` of an optimizer, which is made after this call: ``sharded_optimizer_state_dict`` stands in for it.
 
-    Raises: TypeError for a model without such experts; ValueError if they do not divide over the ranks, or are shared
-    out already; MismatchError on the other ranks, and where the ranks' models differ; otherwise as ``nccl_ep.Buffer``.
+    Raises: TypeError for a model without such experts; ValueError if they do not divide over the ranks, are shared out
+    already, or have hooks; MismatchError on the other ranks, and where the ranks' models differ; otherwise as
+    ``nccl_ep.Buffer``.
     """
     rendezvous = rendezvous_of(group)
     error: Exception | None = None
@@ -214,6 +215,8 @@ def _to_share_out(model: Any, ranks: int, compute: str | None) -> tuple[dict[str
         raise TypeError(f"{type(model).__name__} has no experts that transformers' experts_implementation can replace")
     for name, module in layers.items():
         _check(name, module, ranks)
+        if getattr(model.get_submodule(name.rpartition(".")[0]), "base_layer", None) is module:  # as PEFT has it
+            raise TypeError(f"{name} has an adapter around it, which is of all its experts: merge it into them before")
     return layers, [_compute_of(module, compute) for module in layers.values()]
 
 
@@ -266,6 +269,8 @@ def _check(name: str, module: Any, ranks: int) -> None:
             raise TypeError(f"{name}.{at} is a {type(each.data).__name__} on {each.device}, must be a loaded tensor")
         if each.dtype == torch.float64 or each.is_complex():
             raise TypeError(f"{name}.{at} is {each.dtype}, and rows of experts are at most torch.float32")
+        if each._backward_hooks or getattr(each, "_post_accumulate_grad_hooks", None):
+            raise ValueError(f"{name}.{at} has hooks, which its share would not have: register them afterwards")
         if each.dim() == 0 or each.shape[0] != module.num_experts:
             raise TypeError(f"{name}.{at} has shape {list(each.shape)}, but there are {module.num_experts} experts")
     if module.num_experts % ranks:

@@ -50,7 +50,7 @@ def rebalance_experts(
     _check(weight, num_replicas, num_groups, num_nodes, num_gpus)
     layers, experts = weight.shape
     if previous is not None:
-        require_tensors(previous=previous)
+        require_plain(previous=previous)
         if tuple(previous.shape) != (layers, num_replicas):
             raise ValueError(f"previous has shape {list(previous.shape)}, must be [{layers}, {num_replicas}]")
         require_whole_numbers(previous=previous)
@@ -80,7 +80,6 @@ def logical_maps(physical_to_logical_map: torch.Tensor, num_logical_experts: int
     Raises:
         ValueError: for an expert that does not exist, or that has no place.
     """
-    require_tensors(physical_to_logical_map=physical_to_logical_map)
     require_whole_numbers(physical_to_logical_map=physical_to_logical_map)
     shape = physical_to_logical_map.shape
     if not shape:
@@ -117,7 +116,7 @@ def imbalance(weight: torch.Tensor, physical_to_logical_map: torch.Tensor, num_g
     weight: [.., E]. physical_to_logical_map: int64 [.., P], P a multiple of ``num_gpus``, -1 for an empty place; layers
     are broadcast.
     """
-    require_tensors(weight=weight, physical_to_logical_map=physical_to_logical_map)
+    require_plain(weight=weight)
     require_whole_numbers(physical_to_logical_map=physical_to_logical_map)
     require_within(1, MOST, num_gpus=num_gpus)
     if weight.dim() < 1 or physical_to_logical_map.dim() < 1:
@@ -139,23 +138,31 @@ def imbalance(weight: torch.Tensor, physical_to_logical_map: torch.Tensor, num_g
     index = placed.clamp(min=0)
     count = torch.zeros_like(weight).scatter_add_(-1, index, is_there.double())
     share = torch.where(is_there, (weight / count.clamp(min=1)).gather(-1, index), 0.0)
-    ranks = share.view(*share.shape[:-1], num_gpus, -1).sum(-1)
+    ranks = share.view(*share.shape[:-1], num_gpus, places // num_gpus).sum(-1)
     mean = ranks.mean(-1)
     return torch.where(mean > 0, ranks.amax(-1) / mean, 1.0)
 
 
 def require_whole_numbers(**tensors: torch.Tensor) -> None:
     """ValueError for a tensor that has no integers on a device of its own."""
+    require_plain(**tensors)
     for name, each in tensors.items():
-        if each.dtype not in (torch.int64, torch.int32) or each.is_meta or each.layout != torch.strided:
-            raise ValueError(f"{name} is {each.dtype}, {each.layout}, on {each.device}: must be torch.int64")
+        if each.dtype not in (torch.int64, torch.int32):
+            raise ValueError(f"{name} is {each.dtype}, must be torch.int64")
+
+
+def require_plain(**tensors: torch.Tensor) -> None:
+    """ValueError for a tensor that has no elements to be read."""
+    require_tensors(**tensors)
+    for name, each in tensors.items():
+        if each.layout != torch.strided or each.is_meta or each.is_nested or each.is_quantized:
+            raise ValueError(f"{name} is a {each.layout} tensor of {each.dtype} on {each.device}: must be strided")
 
 
 def _check(weight: torch.Tensor, num_replicas: int, num_groups: int, num_nodes: int, num_gpus: int) -> None:
-    require_tensors(weight=weight)
-    is_plain = weight.layout == torch.strided and not (weight.is_meta or weight.is_nested or weight.is_quantized)
-    if not is_plain or weight.is_complex():
-        raise ValueError(f"weight is a {weight.layout} tensor of {weight.dtype} on {weight.device}: must be of numbers")
+    require_plain(weight=weight)
+    if weight.is_complex():
+        raise ValueError(f"weight is {weight.dtype}, must be of real numbers")
     if weight.dim() != 2 or 0 in weight.shape:
         raise ValueError(f"weight has shape {list(weight.shape)}, must be [layers, experts]")
     weight = weight.double()

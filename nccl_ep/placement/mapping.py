@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..buffer import choose_device
-from ..checks import require_integers, require_tensors, require_within
+from ..checks import require_tensors, require_within
 from .balancing import MOST, logical_maps
 
 
@@ -36,12 +36,16 @@ def map_experts(
     given = {
         "topk_idx": topk_idx, "logical_to_physical_map": logical_to_physical_map, "logical_count": logical_count,
     }  # fmt: skip
-    require_tensors(**given, **({} if load is None else {"load": load}))
-    require_integers(rank=rank)
+    if load is not None:
+        given["load"] = load
+    require_tensors(**given)
+    require_within(0, MOST, rank=rank)
     if not torch.compiler.is_compiling():
         for name, each in given.items():
             if each.layout != torch.strided or each.is_quantized or each.is_nested:
                 raise ValueError(f"{name} is a {each.layout} tensor of {each.dtype}, must be strided")
+        if load is not None and load.requires_grad:
+            raise ValueError("load requires a gradient, and is added to in place: must not")
     mapped: torch.Tensor = torch.ops.nccl_ep.map_experts.default(
         topk_idx, logical_to_physical_map, logical_count, rank, load
     )

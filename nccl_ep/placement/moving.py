@@ -38,7 +38,7 @@ def plan_moves(old: torch.Tensor, new: torch.Tensor, num_gpus: int, num_nodes: i
     Raises:
         ValueError: for shapes that do not fit, and for an expert of ``new`` that ``old`` has not got.
     """
-    require_tensors(old=old, new=new)
+    require_whole_numbers(old=old, new=new)
     require_within(1, MOST, num_gpus=num_gpus, num_nodes=num_nodes)
     if old.dim() != 1 or old.shape != new.shape:
         raise ValueError(f"old has shape {list(old.shape)}, new {list(new.shape)}: both must be [physical experts]")
@@ -47,7 +47,6 @@ def plan_moves(old: torch.Tensor, new: torch.Tensor, num_gpus: int, num_nodes: i
     if num_gpus % num_nodes:
         raise ValueError(f"num_nodes is {num_nodes}, must divide num_gpus, {num_gpus}")
     slots, gpus_of_node = len(old) // num_gpus, num_gpus // num_nodes
-    require_whole_numbers(old=old, new=new)
     before, after = old.tolist(), new.tolist()
     holders: dict[int, list[int]] = {}
     for place, expert in enumerate(before):

@@ -153,6 +153,7 @@ def test_what_cannot_be_balanced_is_refused(weight: Tensor, numbers: tuple[int, 
         rebalance_experts(weight, *numbers)
 
 
+_NESTED = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
 TABLE, COUNT = torch.tensor([[0, 3], [1, -1], [2, -1]]), torch.tensor([2, 1, 1])
 
 
@@ -164,9 +165,9 @@ TABLE, COUNT = torch.tensor([[0, 3], [1, -1], [2, -1]]), torch.tensor([2, 1, 1])
         (lambda m: rebalance_experts(torch.ones(1, 4), 4, 1, 1, "2"), TypeError, "num_gpus is '2', must be an integer"),
         (
             lambda m: rebalance_experts(torch.ones(1, 4), 4, 1, 1, 2, previous=m[None].float()), ValueError,
-            "previous is torch.float32, torch.strided, on cpu: must be torch.int64",
+            "previous is torch.float32, must be torch.int64",
         ),
-        (lambda m: logical_maps(m.float(), 4), ValueError, "physical_to_logical_map is torch.float32, torch.strided"),
+        (lambda m: logical_maps(m.float(), 4), ValueError, "physical_to_logical_map is torch.float32, must be"),
         (lambda m: logical_maps(m, 5), ValueError, r"\[4\], which has no place for each of num_logical_experts, 5"),
         (lambda m: logical_maps(m, "4"), TypeError, "num_logical_experts is '4', must be an integer"),
         (lambda m: imbalance(torch.ones(4), m, 3), ValueError, "num_gpus is 3, must divide the 4 physical experts"),
@@ -177,8 +178,17 @@ TABLE, COUNT = torch.tensor([[0, 3], [1, -1], [2, -1]]), torch.tensor([2, 1, 1])
         (lambda m: ExpertMap(m, 4, rank=-1), ValueError, "rank is -1, must be 0 to"),
         (lambda m: ExpertMap(m, 4, rank=0, device="gpu"), ValueError, "device is 'gpu', must be"),
         (lambda m: ExpertMap(m, 4, rank=0).set([0, 1, 2, 3]), TypeError, "physical_to_logical_map is a list, must be"),
-        (lambda m: plan_moves(m, m.float(), 2), ValueError, "new is torch.float32, torch.strided"),
+        (lambda m: plan_moves(m, m.float(), 2), ValueError, "new is torch.float32, must be torch.int64"),
         (lambda m: plan_moves(m, m, 0), ValueError, "num_gpus is 0, must be 1 to"),
+        (lambda m: plan_moves(m, _NESTED, 2), ValueError, "new is a torch.jagged tensor .*: must be strided"),
+        (lambda m: imbalance(m.to("meta"), m, 2), ValueError, "weight is a torch.strided tensor .* on meta: must be"),
+        (lambda m: imbalance(m.float()[None].to_sparse(), m, 2), ValueError, "weight is a torch.sparse_coo tensor"),
+        (lambda m: map_experts(m[None], TABLE, COUNT, rank=None), TypeError, "rank is None, must be an integer"),
+        (lambda m: map_experts(m[None], TABLE, COUNT, rank=1 << 70), ValueError, "rank is 11805916207174113"),
+        (
+            lambda m: map_experts(m[None], TABLE, COUNT, rank=0, load=torch.ones(3, requires_grad=True)), ValueError,
+            "load requires a gradient",
+        ),
         (lambda m: move_experts([], [m], 3), TypeError, "group is 3, must be a torch process group"),
         (lambda m: move_experts([], [m]), nccl_ep.UsageError, "torch.distributed is not initialized"),
     ],
@@ -192,6 +202,7 @@ def test_wrong_arguments_are_named(call: Any, error: type[Exception], message: s
 def test_the_imbalance_of_each_layer_under_one_placement() -> None:
     loads = torch.tensor([[1.0, 1, 1, 1], [3, 1, 0, 0]])
     assert imbalance(loads, torch.arange(4)[None], 2).tolist() == [1.0, 2.0]
+    assert imbalance(loads[:0], torch.arange(4)[None], 2).shape == (0,)
 
 
 def test_an_expert_without_a_place_is_refused() -> None:
@@ -273,7 +284,7 @@ def test_another_placement_comes_in_place() -> None:
         (torch.ones(1, 2), TABLE, COUNT, 0, None, "topk_idx"),
         (torch.tensor([[0]]), TABLE.int(), COUNT, 0, None, "logical_to_physical_map"),
         (torch.tensor([[0]]), TABLE, COUNT[:2], 0, None, "logical_count"),
-        (torch.tensor([[0]]), TABLE, COUNT, -1, None, "rank is -1, must be 0 or more"),
+        (torch.tensor([[0]]), TABLE, COUNT, -1, None, "rank is -1, must be 0 to"),
         (torch.tensor([[0]]), TABLE, COUNT, 0, torch.zeros(2, dtype=torch.int64), "load"),
         (torch.tensor([[0]]), TABLE, COUNT, 0, COUNT, "load"),
     ],

@@ -79,6 +79,8 @@ OF_TRAIN = [
     ("--compile nosuch", "--compile is nosuch, which is no backend of torch"),
     ("--compile inductor --no-compile", "--compile is inductor, and --no-compile is there, too"),
     ("--fp8 --exchange nccl_ep_arrivals", "--fp8 is there, but nccl_ep_arrivals has no FP8"),
+    ("--fp8 --dtype bf16 --exchange nccl_ep,all_to_all_single", "--fp8 is there, but all_to_all_single has no FP8"),
+    ("--fp8 --dtype fp32", "--fp8 is there, but --dtype is fp32, must be bf16"),
     ("--dense-grads zero", "argument --dense-grads: invalid choice: 'zero'"),
     ("--save {tmp}/new --report {tmp}/new", "--report is {tmp}/new, in the checkpoint of --save, {tmp}/new: must be"),
     ("--save {tmp}/new --report {tmp}/new/a/b", "--report is {tmp}/new/a/b, in the checkpoint of --save, {tmp}/new"),

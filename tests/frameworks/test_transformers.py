@@ -226,6 +226,44 @@ def test_experts_that_are_not_all_seen_are_refused() -> None:
         assert model.model.layers[0].mlp.experts.down_proj.shape[0] == EXPERTS
 
 
+class _Adapter(torch.nn.Module):
+    """Around experts, as PEFT makes it for ``target_parameters``: its tensors count for the time of a forward pass."""
+
+    def __init__(self, experts: Any) -> None:
+        super().__init__()
+        self.base_layer, self.lora = experts, _Lora()
+
+    def forward(self, *given: torch.Tensor) -> torch.Tensor:
+        parametrize.register_parametrization(self.base_layer, "down_proj", self.lora)
+        try:
+            return self.base_layer(*given)  # type: ignore[no-any-return]
+        finally:
+            parametrize.remove_parametrizations(self.base_layer, "down_proj", leave_parametrized=False)
+
+
+def test_adapters_of_experts_are_refused() -> None:
+    model = small()
+    block = model.model.layers[1].mlp
+    block.experts = _Adapter(block.experts)
+    model(ids_of(0))
+    with pytest.raises(TypeError, match=r"layers.1.mlp.experts.base_layer has an adapter around it"):
+        use_expert_parallel(model, device="cpu")
+    block.experts = block.experts.base_layer
+    with use_expert_parallel(model, device="cpu", max_tokens=32):
+        block.experts = _Adapter(block.experts)
+        with pytest.raises(nccl_ep.UsageError, match=r"experts of a .* have adapters .* Merge them before"):
+            model(ids_of(0))
+
+
+def test_hooks_of_experts_are_refused() -> None:
+    """The share is another parameter, whose gradients they would not see."""
+    for register in ("register_hook", "register_post_accumulate_grad_hook"):
+        model = small()
+        getattr(model.model.layers[1].mlp.experts.down_proj, register)(lambda _: None)
+        with pytest.raises(ValueError, match=r"layers.1.*experts.down_proj has hooks.*: register them afterwards"):
+            use_expert_parallel(model, device="cpu")
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [

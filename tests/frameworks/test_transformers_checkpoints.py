@@ -147,6 +147,8 @@ def test_load_state_dict() -> None:
                 model.load_state_dict(part)
             after = [each for module in experts_of(model) for each in module.parameters()]
             assert all(map(torch.equal, before, after))
+            with pytest.raises(RuntimeError, match=r"expected torch.Tensor .*ndarray"):
+                model.load_state_dict({name: each.numpy() for name, each in whole.items()})
             given = dict(whole)
             assert not any(model.load_state_dict(given))
             assert given.keys() == whole.keys() and all(given[name] is each for name, each in whole.items())

@@ -135,6 +135,8 @@ def test_what_cannot_be_marked_is_named() -> None:
         nccl_ep.mark_tokens(x, dim=2)
     with pytest.raises(TypeError, match=r"dim is .first., must be an integer"):
         nccl_ep.mark_tokens(x, dim=("first",))  # type: ignore[arg-type]
+    nccl_ep.mark_tokens(x, dim=torch.tensor(1))  # type: ignore[arg-type]
+    assert x._dynamo_unbacked_indices == {1}  # type: ignore[attr-defined]
 
 
 def test_unmarked_numbers_take_a_compilation_for_0_and_for_1() -> None:

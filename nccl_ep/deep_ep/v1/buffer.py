@@ -100,9 +100,9 @@ class Buffer(LowLatencyMethods, NormalMethods):
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
         """The SMs of operations without a ``config``, of all buffers. ValueError if odd or negative, as in DeepEP."""
-        require_int32(num_sms=new_num_sms)
+        require_int32(new_num_sms=new_num_sms)
         if new_num_sms < 0 or new_num_sms % 2:
-            raise ValueError(f"num_sms is {new_num_sms}, must be even and not negative")
+            raise ValueError(f"new_num_sms is {new_num_sms}, must be even and not negative")
         Buffer.num_sms = new_num_sms
 
     @classmethod

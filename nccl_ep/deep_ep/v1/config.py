@@ -93,6 +93,7 @@ _COMBINE: dict[int, _Chunks] = {
 
 def config_of(num_ranks: int, num_sms: int, is_combine: bool) -> Config:
     """DeepEP's entry for so many ranks; where it has none, the defaults, as chunks are not used."""
+    require_int32(num_ranks=num_ranks)
     chunks = (_COMBINE if is_combine else _DISPATCH).get(num_ranks)
     return Config(num_sms) if chunks is None else Config(num_sms, *chunks)
 
