@@ -13,6 +13,7 @@ import torch
 
 from .. import nvidia as ep
 from ..buffer import Buffer
+from ..checks import described, require_dtypes, require_tensors, require_within
 from ..config import pack_dispatch
 from ..errors import UsageError
 from ..functional import combine, dispatch
@@ -21,6 +22,7 @@ from ..nvidia.communicator import get_nccl_comm_from_group
 from ..nvidia.outputs import trap
 
 NAME = "transformer_engine.pytorch.ep"
+_MOST = (1 << 31) - 1
 
 _BOOTSTRAPPED = False  # Megatron reads it
 _group: ep.Group | None = None
@@ -71,6 +73,10 @@ def ep_bootstrap(
     for name, given in (("zero_copy", zero_copy), ("drop_on_overflow", drop_on_overflow)):
         if given and recv_capacity_per_rank is None:
             raise ValueError(f"{name} is {given!r} with recv_capacity_per_rank None, must have a capacity")
+    require_within(1, _MOST, max_tokens_per_rank=max_tokens_per_rank, hidden_dim=hidden_dim)
+    if recv_capacity_per_rank is not None:
+        require_within(0, _MOST, recv_capacity_per_rank=recv_capacity_per_rank)
+    require_dtypes(max_token_dtype=max_token_dtype)
     policy = ep.OverflowPolicy.DROP if drop_on_overflow else ep.OverflowPolicy.TRAP
     config = ep.GroupConfig(
         algorithm=ep.Algorithm.HIGH_THROUGHPUT, num_experts=num_experts, num_topk=num_topk,
@@ -138,6 +144,13 @@ class EpBuffer:
         device: Any = None,
     ) -> None:
         self.device = _buffer().device
+        require_within(
+            1, _MOST, top_k=top_k, max_tokens_per_rank=max_tokens_per_rank, hidden_dim=hidden_dim,
+            num_local_experts=num_local_experts,
+        )  # fmt: skip
+        require_within(0, _MOST, alignment=alignment)
+        if recv_capacity_per_rank is not None:
+            require_within(0, _MOST, recv_capacity_per_rank=recv_capacity_per_rank)
         if alignment & (alignment - 1):
             raise ValueError(f"alignment is {alignment}, must be 0 or a power of two")
         if recv_capacity_per_rank is None and not _eager:
@@ -150,9 +163,20 @@ class EpBuffer:
         self.sent: Handle | None = None
 
 
+def _require(buffer: EpBuffer, **tensors: torch.Tensor) -> None:
+    """TypeError, ValueError or UsageError for what is no ``EpBuffer`` of a group, and no tensor with rows."""
+    if not isinstance(buffer, EpBuffer):
+        raise TypeError(f"buffer is {described(buffer)}, must be an EpBuffer")
+    _buffer()
+    require_tensors(**tensors)
+    for name, each in tensors.items():
+        if each.dim() < 1:
+            raise ValueError(f"{name} has shape [], must have rows")
+
+
 def ep_prepare(buffer: EpBuffer, topk_idx: torch.Tensor) -> torch.Tensor:
     """Fills the counts of a routing that is to come, and returns ``tokens_per_expert``. Collective."""
-    _buffer()
+    _require(buffer, topk_idx=topk_idx)
     assert _group is not None
     info = ep.LayoutInfo(
         expert_counters=ep.Tensor(buffer.tokens_per_expert), recv_total_counter=ep.Tensor(buffer.total_recv_tokens)
@@ -181,6 +205,7 @@ def ep_dispatch(
 
     Raises: as ``nccl_ep.dispatch``.
     """
+    _require(buffer, tokens=tokens, topk_idx=topk_idx, topk_weights=topk_weights)
     core, step = _buffer(), max(1, buffer.alignment)
     out = dispatch(
         tokens.reshape(-1, tokens.shape[-1]), topk_idx.reshape(-1, topk_idx.shape[-1]),
@@ -217,6 +242,7 @@ def ep_combine(
 
     Raises: UsageError before a dispatch; otherwise as ``nccl_ep.combine``.
     """
+    _require(buffer, expert_out=expert_out)
     if buffer.sent is None:
         raise UsageError("ep_combine before ep_dispatch of this buffer")
     if num_local_tokens not in (None, buffer.sent.num_tokens):

@@ -128,6 +128,46 @@ assert te_ep is ours
 """
 
 
+BOOTSTRAPS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"hidden_dim": None}, TypeError, "hidden_dim is None, must be an integer"),
+    ({"max_tokens_per_rank": 0}, ValueError, "max_tokens_per_rank is 0, must be 1 to"),
+    ({"recv_capacity_per_rank": "64"}, TypeError, "recv_capacity_per_rank is '64', must be an integer"),
+    ({"max_token_dtype": "bf16"}, TypeError, "max_token_dtype is 'bf16', must be a torch.dtype"),
+]
+CALLS: list[tuple[Any, type[Exception], str]] = [
+    (lambda te, b, x, i, w: te.EpBuffer(TOPK, MOST, HIDDEN, LOCAL, ROOM, 2.0), TypeError, "alignment is 2.0, must be"),
+    (lambda te, b, x, i, w: te.EpBuffer(TOPK, MOST, HIDDEN, 0, ROOM), ValueError, "num_local_experts is 0, must be 1"),
+    (lambda te, b, x, i, w: te.EpBuffer(TOPK, MOST, HIDDEN, LOCAL, -1), ValueError, "recv_capacity_per_rank is -1"),
+    (lambda te, b, x, i, w: te.ep_dispatch(None, x, i, w), TypeError, "buffer is None, must be an EpBuffer"),
+    (lambda te, b, x, i, w: te.ep_dispatch(b, x.tolist(), i, w), TypeError, "tokens is a list, must be a tensor"),
+    (lambda te, b, x, i, w: te.ep_dispatch(b, x, i, None), TypeError, "topk_weights is None, must be a tensor"),
+    (lambda te, b, x, i, w: te.ep_dispatch(b, x[0, 0], i, w), ValueError, r"tokens has shape \[\], must have rows"),
+    (lambda te, b, x, i, w: te.ep_prepare(b, i.tolist()), TypeError, "topk_idx is a list, must be a tensor"),
+    (lambda te, b, x, i, w: te.ep_combine(x, x), TypeError, "buffer is a Tensor, must be an EpBuffer"),
+    (lambda te, b, x, i, w: te.ep_combine(b, None), TypeError, "expert_out is None, must be a tensor"),
+]
+
+
+def test_wrong_arguments_are_named() -> None:
+    sizes = {"num_experts": LOCAL, "max_tokens_per_rank": MOST, "hidden_dim": HIDDEN, "recv_capacity_per_rank": ROOM}
+
+    def body(group: Any) -> None:
+        te_ep = provider(0)
+        for changes, error, text in BOOTSTRAPS:
+            with pytest.raises(error, match=text):
+                te_ep.ep_bootstrap(group, **(sizes | changes), device=DEVICE)
+        te_ep.ep_bootstrap(group, **sizes, device=DEVICE)
+        x = torch.ones(2, HIDDEN, device=DEVICE).bfloat16()
+        ids = torch.zeros(2, TOPK, dtype=torch.int64, device=DEVICE)
+        buffer = te_ep.EpBuffer(TOPK, MOST, HIDDEN, LOCAL, ROOM)
+        for call, error, text in CALLS:
+            with pytest.raises(error, match=text):
+                call(te_ep, buffer, x, ids, ids.float())
+        te_ep.ep_finalize()
+
+    run_ranks(1, body)
+
+
 def test_it_takes_the_place_of_the_module(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "transformer_engine" / "pytorch"
     package.mkdir(parents=True)
