@@ -32,6 +32,10 @@ from .ranks import Ranks
 from .server import Server
 
 PATIENCE = 100.0  # seconds, of ranks that are there for one another
+_LEFT_OUT = {  # what serve.py has and this program has not
+    "mode": "fixed", "overlap": ["off"], "rebalance": 0, "copies": 1, "gap": None, "profile": False, "go_on": False,
+    "report": None,
+}  # fmt: skip
 _context = multiprocessing.get_context("forkserver")
 
 
@@ -312,9 +316,12 @@ def serve_with(options: argparse.Namespace, kills: int) -> Supervisor:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = Parser(prog="python -m examples.moe_lm.elastic", add_help=False)
-    parser.add_argument("--kills", type=whole(0), default=1)
-    parser.add_argument("--deadline", type=above_0, default=5.0)
+    parser = Parser(
+        prog="python -m examples.moe_lm.elastic", description=(__doc__ or " ").splitlines()[0], allow_abbrev=False,
+        epilog="Sizes, loads and ranks are those of python -m examples.moe_lm.serve.",
+    )  # fmt: skip
+    parser.add_argument("--kills", type=whole(0), default=1, help="ranks that are killed, one after the other")
+    parser.add_argument("--deadline", type=above_0, default=5.0, help="seconds until a rank is late")
     found, rest = parser.parse_known_args(argv)
     options = serve.parse([*rest, "--no-graphs"])
     options.kills, options.deadline = found.kills, found.deadline
@@ -325,13 +332,22 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--kills is {options.kills}, must be 0 for {count} rank: another one must live")
     if options.exchange != ["nccl_ep"]:
         parser.error(f"--exchange is {','.join(options.exchange)}, must be nccl_ep")
+    if len(options.rates) > 1:
+        parser.error(f"--rates is {','.join(f'{rate:g}' for rate in options.rates)}, must be one")
+    for name, left_out in _LEFT_OUT.items():
+        if getattr(options, name) != left_out:
+            parser.error(f"--{name.replace('_', '-')} is there, but this program has it not: see --help")
     return options
 
 
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
     _context.set_forkserver_preload([__name__])
+    what = f"{options.requests} requests on {ranks.num_ranks(options)} ranks"
+    print(f"serving {what}, of which {options.kills} are killed ..", flush=True)
     found = serve_with(options, options.kills)
+    if options.check:
+        print(f"serving {what} again, of which none is killed ..", flush=True)
     expected = serve_with(options, 0).tokens if options.check else found.tokens
     missing = [each.number for each in found.load if each.number not in {*found.tokens, *found.lost}]
     changed = [number for number, tokens in found.tokens.items() if tokens != expected[number]]

@@ -203,6 +203,8 @@ def test_small_examples_say_what_is_wrong(
         ("--deadline nan", "--deadline is nan, must be a number above 0"),
         ("--ranks 1", "--kills is 1, must be 0 for 1 rank: another one must live"),
         ("--exchange deep_ep", "--exchange is deep_ep, must be nccl_ep"),
+        ("--rates 1,2.5", "--rates is 1,2.5, must be one"),
+        ("--report r.json", "--report is there, but this program has it not: see --help"),
     ],
 )
 def test_elastic_says_what_is_wrong(arguments: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -210,6 +212,13 @@ def test_elastic_says_what_is_wrong(arguments: str, text: str, capsys: pytest.Ca
         elastic.parse(["--device", "cpu", *arguments.split()])
     (line,) = capsys.readouterr().err.splitlines()
     assert line == f"python -m examples.moe_lm.elastic: {text}"
+
+
+def test_elastic_has_a_help_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        elastic.parse(["--help"])
+    said = capsys.readouterr().out
+    assert "--kills" in said and "python -m examples.moe_lm.serve" in said
 
 
 def test_a_folder_that_cannot_be_written_to(
