@@ -89,7 +89,7 @@ Sizes row_sizes(const OutputShape& output) {
 DispatchCall take_call(const ncclEpHandle& handle, const ncclEpDispatchInputs_t& inputs,
                        const ncclEpDispatchConfig_t& config, const ncclEpxDispatchExtra_t& extra) {
   DispatchCall call;
-  call.is_split = config.send_only != 0 && !handle.is_ht;  // high throughput has no halves
+  call.is_split = config.send_only != 0 && !handle.is_ht;  // high throughput has no split calls
   call.is_cached = extra.cached == 1;
   call.is_backward = choice_of(config.pass_direction, NCCL_EP_BWD_PASS, "pass_direction") == NCCL_EP_BWD_PASS;
   EP_CHECK_USAGE(!call.is_backward || handle.is_ht,

@@ -335,7 +335,7 @@ def test_overflow_is_counted_or_refused_as_asked(library: Library, policy: int, 
     library.GroupDestroy(group)
 
 
-def test_high_throughput_has_no_halves(library: Library, group: c.c_void_p) -> None:
+def test_high_throughput_has_no_split_calls(library: Library, group: c.c_void_p) -> None:
     """A send is the whole operation, and there is nothing to complete."""
     solo = Solo(library, group)
     solo.dispatch(send_only=True)

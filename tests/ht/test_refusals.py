@@ -61,7 +61,7 @@ BAD: list[Bad] = [
      'not for expert_major: mode is "ht", layout "expert_major"'),
     ("expert_major", lambda s: s.dispatch(layout="expert_major"), ValueError, "expert_major needs a capacity"),
     ("negative capacity", lambda s: s.dispatch(capacity=-2), ValueError, "capacity is -2, must not be negative"),
-    ("halves", lambda s: nccl_ep.dispatch_send(s.x, s.ids, buffer=s.buffer, num_experts=EXPERTS, mode="ht",
+    ("a split call", lambda s: nccl_ep.dispatch_send(s.x, s.ids, buffer=s.buffer, num_experts=EXPERTS, mode="ht",
                                                layout="flat"), ValueError, "dispatch of high throughput is not split"),
     ("extra tokens", lambda s: s.dispatch(extra=[s.x[:7]]), ValueError, r"tensor 1 of the dispatch .* 7: must"),
     ("extra rank", lambda s: s.dispatch(extra=[s.x[0]]), ValueError, "tensor 1 of the dispatch has 1 dimensions"),

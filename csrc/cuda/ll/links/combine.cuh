@@ -4,8 +4,8 @@
 // each rank is its own peer: its blocks of the rail send its partial sums, and home ranks add up the domains, too.
 //
 // A weight that the home rank gives comes with its record; forwarders store it where the expert's rank looks for it. In
-// halves, the ranks of a domain store the rows instead of sums. The rank that adds them up takes the weights from the
-// record, in its receive: the send waits for no rank.
+// a split call the ranks of a domain store the rows instead of sums. The rank that adds them up takes the weights from
+// the record, in its receive: the send waits for no rank.
 //
 // Where a link serves one rank, and the operation is whole, blocks of the rail add up the rows where they lie, and
 // nothing of them goes through the own window (LlRail::adds_rows).
