@@ -44,7 +44,7 @@ def output(text: str) -> Path:
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
-        raise argparse.ArgumentTypeError(f"{text} cannot be written: {error}") from None
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: {path.parent}: {error.strerror}") from None
     if path.exists() and not path.is_file():
         raise argparse.ArgumentTypeError(f"{text} is there and no file")
     return path

@@ -288,10 +288,9 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     found = records.given(parser, options.files)
     try:
-        options.out.mkdir(parents=True, exist_ok=True)
+        written = draw([record for record in found if record["bench"] in _OPS], options.out)
     except OSError as error:
         parser.error(f"--out {options.out}: {error.strerror}")
-    written = draw([record for record in found if record["bench"] in _OPS], options.out)
     if not written:
         print("nothing of the library's was measured there", file=sys.stderr)
         return 1
