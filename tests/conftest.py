@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import sys
 from pathlib import Path
@@ -31,9 +32,11 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
         cuda = f"-DNCCL_EP_CUDA={'AUTO' if torch.cuda.is_available() else 'OFF'}"
         python = f"-DPython_EXECUTABLE={sys.executable}"  # with NCCL's headers
         run("cmake", "-S", ROOT, "-B", build, "-DNCCL_EP_BUILD_C_LIBRARY=ON", cuda, python, *off)
-    run("cmake", "--build", build, "--target", "ncclep", "--parallel", str(os.cpu_count()))
     installed = tmp_path_factory.mktemp("installed")
-    run("cmake", "--install", build, "--component", "c_library", "--prefix", installed)
+    with open(build / "CMakeCache.txt") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # processes of pytest-xdist come here at the same time
+        run("cmake", "--build", build, "--target", "ncclep", "--parallel", str(os.cpu_count()))
+        run("cmake", "--install", build, "--component", "c_library", "--prefix", installed)
     return installed
 
 
