@@ -22,6 +22,7 @@ def _garbage(call: Callable[[], object]) -> Counter[str]:
     """Types of what so many calls leave to the collector."""
     call()  # the first may keep what it makes
     gc.collect()
+    gc.freeze()  # what is here is not looked at, which would take long
     gc.disable()
     gc.set_debug(gc.DEBUG_SAVEALL)
     try:
@@ -32,6 +33,7 @@ def _garbage(call: Callable[[], object]) -> Counter[str]:
     finally:
         gc.set_debug(0)
         gc.garbage.clear()
+        gc.unfreeze()
         gc.enable()
 
 

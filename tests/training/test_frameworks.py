@@ -133,6 +133,16 @@ class _Model(torch.nn.Module):
         return out
 
 
+def _train_each(rank: int, wrap: str) -> None:
+    for kind in ("ll packed", "ht packed"):
+        for compiled in (False, True):
+            try:
+                _train(rank, wrap, kind, compiled)
+            except Exception as error:
+                raise AssertionError(f"{kind}{', compiled' if compiled else ''}") from error
+            torch._dynamo.reset()
+
+
 def _train(rank: int, wrap: str, kind: str, compiled: bool) -> None:
     group = dist.group.WORLD
     x = torch.randn(4, HIDDEN, generator=torch.Generator().manual_seed(rank))
@@ -154,10 +164,7 @@ def _train(rank: int, wrap: str, kind: str, compiled: bool) -> None:
             torch.testing.assert_close(mean, want / dist.get_world_size(), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["ll packed", "ht packed"])
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
-def test_data_parallel_wrappers_train_alike(wrap: str, kind: str, tmp_path: Path) -> None:
-    for compiled in (False, True):
-        directory = tmp_path / str(compiled)
-        directory.mkdir()
-        run_processes(2, _train, directory, wrap, kind, compiled)
+def test_data_parallel_wrappers_train_alike(wrap: str, tmp_path: Path) -> None:
+    """In both modes, eager and compiled."""
+    run_processes(2, _train_each, tmp_path, wrap)
