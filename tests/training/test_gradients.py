@@ -190,6 +190,30 @@ def test_gradients_of_a_cached_dispatch_and_of_scalars_are_plain_torchs() -> Non
             assert torch.equal(nccl_ep.combine_weights(values.grad, out.handle), grad)
 
 
+def test_what_is_written_again_is_lost_to_a_graph_that_has_saved_it() -> None:
+    """The backward pass raises, as of a tensor that torch has written."""
+    factor = torch.ones(1, requires_grad=True)
+    with one_rank() as buffer, one_rank() as other:
+        x = torch.ones(4, HIDDEN)
+        first = nccl_ep.dispatch(x, IDS, buffer=buffer, **given("ht"))
+        home = nccl_ep.combine(first.x, first.handle)
+        payload = nccl_ep.dispatch_cached(x, first.handle)
+        view = nccl_ep.deep_ep.Buffer.of(other)
+        rows, _, handle, _, _ = view.low_latency_dispatch(x, IDS, MAX_TOKENS, EXPERTS, use_fp8=False)
+        weights, of_deepep = torch.ones(IDS.shape), torch.empty(4, HIDDEN)
+        writes: list[tuple[torch.Tensor, Any]] = [
+            (home, lambda: nccl_ep.combine(first.x, first.handle, out=home)),
+            (payload.x, lambda: nccl_ep.dispatch_cached(x * 2, first.handle, out=payload)),
+            (first.x, lambda: nccl_ep.dispatch(x * 2, IDS, buffer=buffer, out=first, **given("ht"))),
+            (of_deepep, lambda: view.low_latency_combine(rows, IDS, weights, handle, out=of_deepep)),
+        ]
+        for tensor, write in writes:
+            product = (tensor * factor).sum()
+            write()
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                product.backward()
+
+
 @pytest.mark.parametrize("quant", ["fp8", "fp8_rounded", "fp8_ue8m0"])
 @pytest.mark.parametrize("mode", MODES)
 def test_rows_in_fp8_have_gradients_in_bf16(mode: str, quant: str) -> None:
