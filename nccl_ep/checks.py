@@ -49,6 +49,7 @@ def require_on(seq: torch.Tensor, names: Sequence[str], tensors: Sequence[torch.
             and tensor.device == device
             and (is_compiling or tensor.layout is _strided)
             and not tensor.is_nested
+            and not tensor.is_quantized
             and not hasattr(tensor, "to_local")
         ):
             continue
@@ -61,6 +62,8 @@ def require_on(seq: torch.Tensor, names: Sequence[str], tensors: Sequence[torch.
             raise ValueError(f"{name} is on {tensor.device}, the buffer on {device}")
         if tensor.is_nested:
             raise ValueError(f"{name} is a nested tensor, must be strided")
+        if tensor.is_quantized:
+            raise ValueError(f"{name} is {tensor.dtype}, a quantized tensor of torch, whose scale would not travel")
         raise ValueError(f"{name} is {tensor.layout}, must be strided")
 
 

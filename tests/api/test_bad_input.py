@@ -172,8 +172,8 @@ DISPATCH: list[Bad] = [
 
 COMBINE: list[Bad] = [
     ("rows device", lambda s: s.combine(s.out.x.to("meta")), ValueError, "rows is on meta, the buffer on cpu"),
-    ("rows dtype", lambda s: s.combine(s.out.x.to(torch.float64)), ValueError, "combine adds up 64 bits rows"),
-    ("rows integers", lambda s: s.combine(s.out.x.to(torch.int16)), ValueError, "all three must be bf16, fp16 or fp32"),
+    ("rows dtype", lambda s: s.combine(s.out.x.to(torch.float64)), ValueError, "rows is torch.float64, must"),
+    ("rows integers", lambda s: s.combine(s.out.x.to(torch.int16)), ValueError, "rows is torch.int16, must"),
     ("rows shape", lambda s: s.combine(s.out.x[:, :-1].contiguous()), ValueError,
      r"rows has shape \[2, 15, 64\], must be \[2, 16, 64\]"),
     ("rows of another layout", lambda s: s.combine(s.flat.x), ValueError,

@@ -168,6 +168,12 @@ DISPATCHES: list[Mistake] = [
      r"topk_weights has shape \[8, 4\], must be \[8, 2\]"),
     ("rows of no dtype there is", lambda s: s.dispatch(x=s.x.to(torch.complex128)), ValueError,
      "rows of torch.complex128 are not supported"),
+    ("rows of torch's quantisation", lambda s: s.dispatch(
+        x=torch.quantize_per_tensor(s.x.float(), 1.0, 0, torch.qint8)
+     ), ValueError, "x is torch.qint8, a quantized tensor of torch"),
+    ("gradients of several outputs at once", lambda s: torch.autograd.functional.jacobian(
+        lambda x: s.dispatch(x=x).x, s.x, vectorize=True
+     ), nccl_ep.UsageError, r"nccl_ep::\w+ does not run under torch.vmap \(is_grads_batched, vectorize\)"),
     ("a batch", lambda s: s.dispatch(x=s.x[None]), ValueError, r"x has shape \[1, 8, 64\], must be \[tokens, hidden\]"),
 ]  # fmt: skip
 
@@ -175,6 +181,10 @@ COMBINES: list[Mistake] = [
     ("rows in FP8", lambda s: s.combine(rows=s.fp8.x), ValueError, FLOAT8),
     ("the output in place of its handle", lambda s: s.combine(handle=s.out), TypeError,
      "handle is a DispatchOutput, must be the handle of a dispatch's output"),
+    ("rows in float64", lambda s: s.combine(rows=s.out.x.double()), ValueError,
+     "rows is torch.float64, must be torch.bfloat16, torch.float16 or torch.float32"),
+    ("rows in int32, HT", lambda s: nccl_ep.combine((out := s.ht()).x.int(), out.handle), ValueError,
+     "rows is torch.int32, must be torch.bfloat16"),
     ("weights in bf16", lambda s: s.combine(weights=s.weights.bfloat16()), ValueError,
      "weights is torch.bfloat16, must be torch.float32"),
     ("wider rows", lambda s: s.combine(rows=s.out.x.float().repeat(1, 1, 2)), ValueError,
@@ -225,6 +235,7 @@ DEEP_EP: list[Mistake] = [
      r"x has shape \[4, 7, 64\], must be \[4, 8, 64\]"),
     ("LL: weights", lambda s: s.ll_combine(topk_weights=s.weights.bfloat16()), ValueError,
      "topk_weights is torch.bfloat16, must be torch.float32"),
+    ("LL: rows in float64", lambda s: s.ll_combine(x=s.received.double()), ValueError, "x is torch.float64, must be"),
     ("SMs", lambda s: deep_ep.Buffer.set_num_sms("20"), TypeError, "new_num_sms is '20', must be an integer"),
     ("a list of ranks", lambda s: deep_ep.Buffer.get_dispatch_config([0]), TypeError, "num_ranks is a list, must be"),
     ("LL: FP8", lambda s: s.ll_combine(x=s.received.to(torch.float8_e4m3fn)), ValueError, FLOAT8),

@@ -62,7 +62,7 @@ REFUSED: dict[str, Refused] = {
     "num_sms": (lambda s: s.dispatch(num_sms=-1), ValueError, "num_sms is -1, must not be negative"),
     "rows elsewhere": (lambda s: s.combine(s.out.x.to("meta")), ValueError, "rows is on meta, the buffer"),
     "rows shape": (lambda s: s.combine(s.out.x[:-1]), ValueError, "rows has shape"),
-    "rows dtype": (lambda s: s.combine(s.out.x.to(torch.int16)), ValueError, "must be bf16, fp16 or fp32"),
+    "rows dtype": (lambda s: s.combine(s.out.x.to(torch.int16)), ValueError, "rows is torch.int16, must be"),
     "weights of flat": (lambda s: s.combine(weights=s.case.given_on(s.buffer).topk_weights), ValueError,
                         "are already weighted"),
     "bias shape": (lambda s: s.combine(bias=s.out.x), ValueError, "bias has shape"),

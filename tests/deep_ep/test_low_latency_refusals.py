@@ -59,7 +59,7 @@ def test_a_bad_dispatch_is_refused_and_harms_nothing(
         ({"x": torch.ones(2, 3, 64).bfloat16()}, ValueError, r"x has shape \[2, 3, 64\], must be \[2, 4, 64\]"),
         ({"x": torch.ones(2, 4, 32).bfloat16()}, ValueError, r"x has shape \[2, 4, 32\], must be \[local .*, 64\]"),
         ({"x": torch.ones(2, 64, 4).bfloat16().transpose(1, 2)}, ValueError, "not contiguous"),
-        ({"x": torch.ones(2, 4, 64).to(torch.int16)}, ValueError, "must be bf16, fp16 or fp32"),
+        ({"x": torch.ones(2, 4, 64).to(torch.int16)}, ValueError, "must be torch.bfloat16"),
         ({"topk_weights": torch.ones(3, 2).bfloat16()}, ValueError, "weights is torch.bfloat16, must be torch.float32"),
         ({"topk_weights": torch.ones(3, 3)}, ValueError, r"weights has shape \[3, 3\]"),
         ({"topk_idx": torch.zeros(4, 2, dtype=torch.int64)}, ValueError, "after a dispatch of 4 tokens, top-2"),

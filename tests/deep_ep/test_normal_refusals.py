@@ -200,7 +200,7 @@ def test_a_bad_dispatch_is_refused_and_harms_nothing(
     ("changes", "error", "text"),
     [
         ({"x": torch.ones(3, 64, dtype=HALF)}, ValueError, r"x has shape \[3, 64\], must be \[2, hidden\]"),
-        ({"x": torch.ones(2, 64, dtype=torch.int16)}, ValueError, "must be bf16, fp16 or fp32"),
+        ({"x": torch.ones(2, 64, dtype=torch.int16)}, ValueError, "must be torch.bfloat16"),
         ({"x": torch.ones(64, 2, dtype=HALF).t()}, ValueError, "contiguous"),
         ({"x": None}, ValueError, "x has shape"),
         (

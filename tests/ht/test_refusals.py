@@ -117,7 +117,7 @@ BAD: list[Bad] = [
     ("rows shape", lambda s: nccl_ep.combine(s.packed.x, s.flat.handle), ValueError, r"must be \[16, 64\]"),
     ("long rows", lambda s: nccl_ep.combine(torch.zeros(16, LONGEST // 2 + 1).bfloat16(), s.flat.handle), ValueError,
      f"a row of {LONGEST + 2} bytes: must be .* at most {LONGEST}"),
-    ("rows dtype", lambda s: nccl_ep.combine(s.flat.x.double(), s.flat.handle), ValueError, "adds up 64 bits rows"),
+    ("rows dtype", lambda s: nccl_ep.combine(s.flat.x.double(), s.flat.handle), ValueError, "rows is torch.float64"),
     ("rows window", lambda s: nccl_ep.combine(s.flat.x.repeat(1, 20), s.flat.handle), ValueError, "window is too"),
     ("weights of flat", lambda s: nccl_ep.combine(s.flat.x, s.flat.handle, weights=torch.ones(8, 2)), ValueError,
      "rows of layout flat are already weighted"),

@@ -22,7 +22,8 @@ void check_named(const char* function, const char* name, PyObject* object);
 
 // Plain tensors of the buffer's device and layout; what is optional may be none.
 inline bool is_beside(const at::Tensor& seq, const at::Tensor& tensor) {
-  return tensor.layout() == at::kStrided && !tensor.is_nested() && tensor.device() == seq.device();
+  return tensor.layout() == at::kStrided && !tensor.is_nested() && !tensor.is_quantized() &&
+         tensor.device() == seq.device();
 }
 
 // A tensor, or None. It lives as long as the call, and is not counted.

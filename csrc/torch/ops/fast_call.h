@@ -241,8 +241,10 @@ inline void refuse_gradients(std::span<const Op> ops, torch::Library& library) {
 }
 
 inline void refuse_under_vmap(const c10::OperatorHandle& op, c10::Stack*) {
-  raise(ErrorKind::kInvalidUsage, op.schema().name(),
-        " does not run under torch.vmap: it is one operation of all ranks; call it on the whole batch");
+  raise(
+      ErrorKind::kInvalidUsage, op.schema().name(),
+      " does not run under torch.vmap (is_grads_batched, vectorize): it is one operation of all ranks; call it on the "
+      "whole batch");
 }
 inline void refuse_vmap(std::span<const Op> ops, torch::Library& library) {
   for (const Op& op : ops) {
@@ -266,4 +268,5 @@ inline void refuse_vmap(std::span<const Op> ops, torch::Library& library) {
   TORCH_LIBRARY_IMPL(nccl_ep, CPU, library) { ::ep::fast_call::implement(ops, library); }                \
   TORCH_LIBRARY_IMPL(nccl_ep, CUDA, library) { ::ep::fast_call::implement(ops, library); }               \
   TORCH_LIBRARY_IMPL(nccl_ep, FuncTorchBatched, library) { ::ep::fast_call::refuse_vmap(ops, library); } \
+  TORCH_LIBRARY_IMPL(nccl_ep, Batched, library) { ::ep::fast_call::refuse_vmap(ops, library); }          \
   TORCH_LIBRARY_IMPL(nccl_ep, Autograd, library) { ::ep::fast_call::refuse_gradients(ops, library); }

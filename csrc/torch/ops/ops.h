@@ -23,6 +23,8 @@ inline CombineArgs combine_args(const at::Tensor& rows, const OptionalTensor& we
 template <class Params>
 void set_types(Params& p, const CombineArgs& args) {
   p.dtype = dtype_of(args.rows_dtype);
+  EP_CHECK(is_float(p.dtype) || p.dtype == DType::kF8E4M3, "rows is ", name_of(args.rows_dtype),
+           ", must be torch.bfloat16, torch.float16 or torch.float32");
   p.hidden = to_int(args.hidden, "hidden");
   check_combined_types(p);
 }
