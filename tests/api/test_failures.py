@@ -214,9 +214,10 @@ def test_a_test_that_sees_a_difference_tells_the_failure_first() -> None:
 
     def body(group: ThreadGroup) -> None:
         case = Expected(plain_case(2))
-        with case_buffer(case.case, group, timeout=0.2) as buffer:
+        with case_buffer(case.case, group) as buffer:
             group.allgather(b"", PATIENCE)
             if group.rank() == 0:
+                buffer.set_timeout(0.2)
                 with pytest.raises(nccl_ep.TimeoutError):
                     case.dispatch(buffer)
                 is_over.set()
