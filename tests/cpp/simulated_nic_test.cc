@@ -135,9 +135,10 @@ TEST_P(SimulatedNic, CountsWhatWasPosted) {
     const SimulatedNetworkArgs network = nics.args(me);
     uint64_t sent = 0;
     for (int round = 1; round <= 100 / kSlowdown; round++) {
+      const int bank = round % kBanks;
       for (int peer : peers) {
-        post(network, {0, peer, 0, signal_of(0, me, 0), 0, landing(0, me, 0), staged(0, peer, 0), kBlock, 1});
-        post(network, {0, peer, 1, signal_of(0, me, 1), 0, 0, 0, 0, 1});
+        post(network, {0, peer, 0, signal_of(bank, me, 0), 0, landing(bank, me, 0), staged(bank, peer, 0), kBlock, 1});
+        post(network, {0, peer, 1, signal_of(bank, me, 1), 0, 0, 0, 0, 1});
       }
       sent++;
       const WireBytes bytes = nics.wire_bytes(me);
@@ -149,8 +150,8 @@ TEST_P(SimulatedNic, CountsWhatWasPosted) {
                        bytes.network_bytes[peer], " bytes"));
       }
       for (int peer : peers) {  // no more under way than the shape allows
-        await(network, 0, signal_of(0, peer, 0), sent);
-        await(network, 1, signal_of(0, peer, 1), sent);
+        await(network, 0, signal_of(bank, peer, 0), (sent + 1) / 2);
+        await(network, 1, signal_of(bank, peer, 1), (sent + 1) / 2);
       }
     }
   });
