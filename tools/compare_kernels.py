@@ -13,7 +13,7 @@ Instructions and their order, registers, labels, constants and attributes count;
 functions in the file do not. That two builds of the same PTX run equally fast it does not show.
 
 Kernels are matched by their contents. Exit status 1: some differ. Machine code needs cuobjdump, of the CUDA toolkit or
-of the triton beside torch; source trees need nvcc.
+of requirements/dev.txt; source trees need nvcc.
 """
 
 from __future__ import annotations
@@ -115,12 +115,13 @@ def find_cuobjdump() -> str:
     found = shutil.which("cuobjdump")
     if found:
         return found
-    spec = importlib.util.find_spec("triton")
-    if spec and spec.origin:
-        beside = Path(spec.origin).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-        if beside.exists():
-            return str(beside)
-    sys.exit("no cuobjdump: put that of a CUDA toolkit on PATH, or install triton")
+    for package, place in (("nvidia", "cu13/bin"), ("triton", "backends/nvidia/bin")):  # triton's knows no 103a
+        spec = importlib.util.find_spec(package)
+        for folder in (spec.submodule_search_locations if spec else None) or ():
+            tool = Path(folder, place, "cuobjdump")
+            if tool.exists():
+                return str(tool)
+    sys.exit("no cuobjdump: pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm")
 
 
 # PTX
