@@ -145,8 +145,9 @@ class Tensors {
       if (first < -kMostBytes || last > kMostBytes) break;
     }
     const int bytes = element_bytes(made.type());
-    const Wide span = (last - first + 1) * bytes;
-    if (first < -kMostBytes || span > kMostBytes) {  // the library must not follow it further than it needs
+    const bool is_far = first < -kMostBytes || last > kMostBytes;
+    const Wide span = is_far ? 0 : (last - first + 1) * bytes;
+    if (is_far || span > kMostBytes) {  // the library must not follow it further than it needs
       tensor.data = allocate(kMostBytes);
       return;
     }
@@ -158,6 +159,7 @@ class Tensors {
   }
   // The memory of another one that is as large.
   void share_memory(ncclEpTensor_t& tensor) {
+    if (blocks_.empty()) return;
     const auto own =
         std::find_if(blocks_.begin(), blocks_.end(), [&](const Block& b) { return b.data == tensor.data; });
     const Block& other = blocks_[random_.within(0, static_cast<int64_t>(blocks_.size()) - 1)];
