@@ -204,7 +204,7 @@ def ht_sizes_for(
     /,
 ) -> tuple[int, int, int, int, int, int]: ...
 
-# Raises what the kernels of low latency do not serve in any layout.
+# Tokens a rank that the kernels of low latency serve, in the layout that needs least.
 def most_ll_tokens_on_gpus(num_ranks: int, num_experts: int, topk: int, /) -> int: ...
 
 # Bytes of a window of low latency alone, over the rail of such domains; 0: of one domain.

@@ -11,7 +11,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from .buffer import Buffer, require_buffer
-from .checks import require_integers, require_one_of, require_timeout, require_within
+from .checks import MAX_INT32, require_integers, require_one_of, require_timeout, require_within
 from .choices import LayoutName
 from .errors import TimeoutError, UsageError
 from .marks import mark_memory
@@ -88,7 +88,7 @@ class Arrivals:
         """
         require_buffer(buffer)
         require_within(1, _MOST_BLOCKS, blocks=blocks)
-        require_within(1, 2**31 - 1, rows_per_block=rows_per_block)
+        require_within(1, MAX_INT32, rows_per_block=rows_per_block)
         self.blocks, self.rows_per_block = blocks, rows_per_block
         order_at = _HEADER + (_TABLES * blocks + 1) // 2 * 2
         self.buffer = buffer
@@ -107,8 +107,8 @@ class Arrivals:
         Raises: ValueError, TypeError, with the value.
         """
         require_one_of(("expert_major", "packed"), layout=layout)
-        require_within(0, 2**31 - 1, capacity=capacity)
-        require_within(1, 2**31 - 1, num_local_experts=num_local_experts, rows_per_block=rows_per_block)
+        require_within(0, MAX_INT32, capacity=capacity)
+        require_within(1, MAX_INT32, num_local_experts=num_local_experts, rows_per_block=rows_per_block)
         each = -(-capacity // rows_per_block)
         return each * num_local_experts if layout == "expert_major" else each
 

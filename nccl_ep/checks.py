@@ -26,7 +26,8 @@ MAX_ROW_BYTES = 1 << 16  # csrc/runtime/checks.h; as many of scales
 MAX_TOPK = 32  # csrc/layout/common/shape.h
 MAX_RANKS = 2048  # csrc/layout/common/rank_mask.h
 _MAX_SECONDS = 1e9  # csrc/runtime/group.cc
-_INT32 = range(-(1 << 31), 1 << 31)
+MAX_INT32 = (1 << 31) - 1
+_INT32 = range(-MAX_INT32 - 1, MAX_INT32 + 1)
 INT64 = -(1 << 63), (1 << 63) - 1
 
 _TOLD_BY_BUFFER = (RuntimeError, TimeoutError, MismatchError)

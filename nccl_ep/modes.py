@@ -8,11 +8,10 @@ from __future__ import annotations
 from typing import get_args
 
 from . import _C
-from .checks import require_within
+from .checks import MAX_INT32, require_within
 from .choices import Exact, Mode
 
 MODES: tuple[Mode, ...] = get_args(Mode)
-_MOST = (1 << 31) - 1
 AUTO_LL_BYTES = _C.AUTO_LL_BYTES
 
 
@@ -21,8 +20,8 @@ def choose_mode(max_tokens: int, row_bytes: int, topk: int, num_ranks: int, capa
 
     ``row_bytes``: of a row of x. Exact sizes are HT's. ValueError for numbers that no call has.
     """
-    require_within(0, _MOST, max_tokens=max_tokens, row_bytes=row_bytes)
-    require_within(1, _MOST, topk=topk, num_ranks=num_ranks)
+    require_within(0, MAX_INT32, max_tokens=max_tokens, row_bytes=row_bytes)
+    require_within(1, MAX_INT32, topk=topk, num_ranks=num_ranks)
     return "ht" if capacity == "exact" or _C.auto_is_ht(max_tokens, row_bytes, topk, num_ranks) else "ll"
 
 

@@ -309,9 +309,7 @@ void define_sizes(py::module_& m) {
       },
       py::arg("num_ranks"), py::arg("num_experts"), py::arg("topk"), py::arg("max_tokens"),
       py::arg("dispatch_row_bytes"), py::arg("combine_row_bytes"), py::arg("on_gpu") = false,
-      "Bytes of routing, dispatched rows and combined rows in one bank. on_gpu: raises what kernels do not serve in "
-      "any "
-      "layout.");
+      "Bytes of routing, dispatched rows and combined rows in one bank. on_gpu: raises what the kernels do not serve.");
   m.def(
       "most_ll_tokens_on_gpus",
       [](int num_ranks, int num_experts, int topk) {

@@ -13,7 +13,7 @@ import torch
 
 from .. import nvidia as ep
 from ..buffer import Buffer
-from ..checks import described, require_dtypes, require_tensors, require_within
+from ..checks import MAX_INT32, described, require_dtypes, require_tensors, require_within
 from ..config import pack_dispatch
 from ..errors import UsageError
 from ..functional import combine, dispatch
@@ -22,7 +22,6 @@ from ..nvidia.communicator import get_nccl_comm_from_group
 from ..nvidia.outputs import trap
 
 NAME = "transformer_engine.pytorch.ep"
-_MOST = (1 << 31) - 1
 
 _BOOTSTRAPPED = False  # Megatron reads it
 _group: ep.Group | None = None
@@ -73,9 +72,9 @@ def ep_bootstrap(
     for name, given in (("zero_copy", zero_copy), ("drop_on_overflow", drop_on_overflow)):
         if given and recv_capacity_per_rank is None:
             raise ValueError(f"{name} is {given!r} with recv_capacity_per_rank None, must have a capacity")
-    require_within(1, _MOST, max_tokens_per_rank=max_tokens_per_rank, hidden_dim=hidden_dim)
+    require_within(1, MAX_INT32, max_tokens_per_rank=max_tokens_per_rank, hidden_dim=hidden_dim)
     if recv_capacity_per_rank is not None:
-        require_within(0, _MOST, recv_capacity_per_rank=recv_capacity_per_rank)
+        require_within(0, MAX_INT32, recv_capacity_per_rank=recv_capacity_per_rank)
     require_dtypes(max_token_dtype=max_token_dtype)
     policy = ep.OverflowPolicy.DROP if drop_on_overflow else ep.OverflowPolicy.TRAP
     config = ep.GroupConfig(
@@ -145,12 +144,12 @@ class EpBuffer:
     ) -> None:
         self.device = _buffer().device
         require_within(
-            1, _MOST, top_k=top_k, max_tokens_per_rank=max_tokens_per_rank, hidden_dim=hidden_dim,
+            1, MAX_INT32, top_k=top_k, max_tokens_per_rank=max_tokens_per_rank, hidden_dim=hidden_dim,
             num_local_experts=num_local_experts,
         )  # fmt: skip
-        require_within(0, _MOST, alignment=alignment)
+        require_within(0, MAX_INT32, alignment=alignment)
         if recv_capacity_per_rank is not None:
-            require_within(0, _MOST, recv_capacity_per_rank=recv_capacity_per_rank)
+            require_within(0, MAX_INT32, recv_capacity_per_rank=recv_capacity_per_rank)
         if alignment & (alignment - 1):
             raise ValueError(f"alignment is {alignment}, must be 0 or a power of two")
         if recv_capacity_per_rank is None and not _eager:

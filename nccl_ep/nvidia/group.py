@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..buffer import Buffer
-from ..checks import MAX_TOPK, require_bools, require_within
+from ..checks import MAX_INT32, MAX_TOPK, require_bools, require_within
 from ..errors import UsageError
 from .allocator import AllocConfig
 from .communicator import rendezvous_of_communicator
@@ -28,7 +28,6 @@ _LAYOUTS = {
     Algorithm.LOW_LATENCY: (Layout.EXPERT_MAJOR, Layout.RANK_MAJOR),
     Algorithm.HIGH_THROUGHPUT: (Layout.FLAT, Layout.EXPERT_MAJOR),
 }
-_MOST = (1 << 31) - 1
 _groups: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
 
 
@@ -168,7 +167,7 @@ def group_of(ptr: int) -> Group | None:
 def _sizes_of(config: GroupConfig, is_ht: bool) -> Sizes:
     """ValueError for sizes that make no sense."""
     for name in ("num_experts", "max_dispatch_tokens_per_rank", "max_token_bytes"):
-        require_within(1, _MOST, **{name: getattr(config, name)})
+        require_within(1, MAX_INT32, **{name: getattr(config, name)})
     for name in ("max_recv_tokens_per_rank", "max_num_sms", "timeout_ns", "num_topk"):
         require_within(0, 1 << 63, **{name: getattr(config, name)})
     most, received = config.max_dispatch_tokens_per_rank, config.max_recv_tokens_per_rank

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..checks import require_tensors, require_within
+from ..checks import MAX_INT32, require_tensors, require_within
 
-MOST = (1 << 31) - 1
 _SWAPS = 8  # of a rank, at most, on average: each makes the fullest rank less full
 
 
@@ -84,7 +83,7 @@ def logical_maps(physical_to_logical_map: torch.Tensor, num_logical_experts: int
     shape = physical_to_logical_map.shape
     if not shape:
         raise ValueError("physical_to_logical_map has shape [], must be [.., physical experts]")
-    require_within(1, MOST, num_logical_experts=num_logical_experts)
+    require_within(1, MAX_INT32, num_logical_experts=num_logical_experts)
     if shape[-1] < num_logical_experts:
         raise ValueError(
             f"physical_to_logical_map has shape {list(shape)}, which has no place for each of num_logical_experts, "
@@ -118,7 +117,7 @@ def imbalance(weight: torch.Tensor, physical_to_logical_map: torch.Tensor, num_g
     """
     require_plain(weight=weight)
     require_whole_numbers(physical_to_logical_map=physical_to_logical_map)
-    require_within(1, MOST, num_gpus=num_gpus)
+    require_within(1, MAX_INT32, num_gpus=num_gpus)
     if weight.dim() < 1 or physical_to_logical_map.dim() < 1:
         raise ValueError(
             f"weight has shape {list(weight.shape)}, physical_to_logical_map {list(physical_to_logical_map.shape)}: "
@@ -170,7 +169,7 @@ def _check(weight: torch.Tensor, num_replicas: int, num_groups: int, num_nodes: 
         raise ValueError("weight has an entry that is negative or not finite")
     experts = weight.shape[1]
     require_within(
-        1, MOST, num_replicas=num_replicas, num_groups=num_groups, num_nodes=num_nodes, num_gpus=num_gpus
+        1, MAX_INT32, num_replicas=num_replicas, num_groups=num_groups, num_nodes=num_nodes, num_gpus=num_gpus
     )  # fmt: skip
     if experts % num_groups:
         raise ValueError(f"num_groups is {num_groups}, must divide the {experts} experts")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from ..buffer import choose_device
-from ..checks import require_tensors, require_within
-from .balancing import MOST, logical_maps
+from ..checks import MAX_INT32, require_tensors, require_within
+from .balancing import logical_maps
 
 
 def map_experts(
@@ -39,7 +39,7 @@ def map_experts(
     if load is not None:
         given["load"] = load
     require_tensors(**given)
-    require_within(0, MOST, rank=rank)
+    require_within(0, MAX_INT32, rank=rank)
     if not torch.compiler.is_compiling():
         for name, each in given.items():
             if each.layout != torch.strided or each.is_quantized or each.is_nested:
@@ -80,7 +80,7 @@ class ExpertMap:
             raise ValueError(
                 f"physical_to_logical_map has shape {list(physical_to_logical_map.shape)}, must be [physical experts]"
             )
-        require_within(0, MOST, rank=rank)
+        require_within(0, MAX_INT32, rank=rank)
         device = choose_device(device)
         self.rank = rank
         self.physical_to_logical_map = physical_to_logical_map.cpu().clone()

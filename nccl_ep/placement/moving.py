@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from ..bootstrap import process_group_of
-from ..checks import described, require_tensors, require_within
+from ..checks import MAX_INT32, described, require_tensors, require_within
 from ..errors import UsageError
-from .balancing import MOST, require_whole_numbers
+from .balancing import require_whole_numbers
 
 
 class Move(NamedTuple):
@@ -39,7 +39,7 @@ def plan_moves(old: torch.Tensor, new: torch.Tensor, num_gpus: int, num_nodes: i
         ValueError: for shapes that do not fit, and for an expert of ``new`` that ``old`` has not got.
     """
     require_whole_numbers(old=old, new=new)
-    require_within(1, MOST, num_gpus=num_gpus, num_nodes=num_nodes)
+    require_within(1, MAX_INT32, num_gpus=num_gpus, num_nodes=num_nodes)
     if old.dim() != 1 or old.shape != new.shape:
         raise ValueError(f"old has shape {list(old.shape)}, new {list(new.shape)}: both must be [physical experts]")
     if len(old) % num_gpus:
@@ -154,7 +154,7 @@ def _checked(
         for name in ("from_rank", "to_rank"):
             require_within(0, size - 1, **{f"moves[{number}].{name}": getattr(move, name)})
         for name in ("from_slot", "to_slot"):
-            require_within(0, MOST, **{f"moves[{number}].{name}": getattr(move, name)})
+            require_within(0, MAX_INT32, **{f"moves[{number}].{name}": getattr(move, name)})
     slots = {each.from_slot for each in moves if each.from_rank == rank}
     slots |= {each.to_slot for each in moves if each.to_rank == rank}
     for number, tensor in enumerate(tensors):

@@ -16,7 +16,7 @@ import torch
 
 from ...bootstrap import process_group_of, rendezvous_of
 from ...buffer import Buffer as Core
-from ...checks import MAX_TOPK, require_bools, require_int32, require_tensors, require_within
+from ...checks import MAX_INT32, MAX_TOPK, require_bools, require_int32, require_tensors, require_within
 from ...errors import MismatchError, UsageError
 from ...functional import combine, combine_weights, dispatch
 from ...handle import Handle
@@ -43,7 +43,7 @@ def indices_to_map(
     """
     require_tensors(topk_idx=topk_idx)
     _require_kinds(topk_weights=topk_weights)
-    require_within(0, (1 << 31) - 1, num_of_tokens=num_of_tokens, num_of_experts=num_of_experts)
+    require_within(0, MAX_INT32, num_of_tokens=num_of_tokens, num_of_experts=num_of_experts)
     ids = topk_idx.long()
     at = torch.where((ids >= 0) & (ids < num_of_experts), ids, num_of_experts)  # a column that is cut off
     size = (num_of_tokens, num_of_experts + 1)
@@ -149,7 +149,7 @@ class HybridEPBuffer:
     def _make(self, hidden: int, tokens: int, local_experts: int) -> None:
         """Collective."""
         require_within(
-            1, (1 << 31) - 1, hidden_dim=hidden, max_num_of_tokens_per_rank=tokens, num_local_experts=local_experts
+            1, MAX_INT32, hidden_dim=hidden, max_num_of_tokens_per_rank=tokens, num_local_experts=local_experts
         )
         experts = local_experts * self.group_size
         made_with = sizes_told(hidden_dim=hidden, max_num_of_tokens_per_rank=tokens, num_local_experts=local_experts)
@@ -317,7 +317,7 @@ class HybridEPBuffer:
             raise ValueError(f"hidden has shape {list(hidden.shape)}, must be [tokens, hidden]")
         own = hidden.shape[0]
         if tokens is not None:
-            require_within(own, (1 << 31) - 1, num_of_tokens_per_rank=tokens)
+            require_within(own, MAX_INT32, num_of_tokens_per_rank=tokens)
         bf16_hidden = -(-hidden.shape[1] * hidden.element_size() // 2)
         config = self.configurer.buffer_config
         asked = config.hidden_dim, config.max_num_of_tokens_per_rank, config.num_of_experts_per_rank

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, fields
 
 from ... import _C
-from ...checks import require_int32, require_within
+from ...checks import MAX_INT32, require_int32, require_within
 from ...room import HtSizes
 
 # Tokens a rank of the size hints: those of DeepEP's own tests and figures. A program that only asks for
@@ -109,7 +109,7 @@ def _hint_tokens() -> int:
 
 
 def _require_hint(hidden_bytes: int, num_ranks: int) -> None:
-    require_within(1, (1 << 31) - 1, hidden_bytes=hidden_bytes, num_ranks=num_ranks)
+    require_within(1, MAX_INT32, hidden_bytes=hidden_bytes, num_ranks=num_ranks)
 
 
 def _ceil_div(a: int, b: int) -> int:

@@ -12,6 +12,7 @@ from ... import _C
 from ...bootstrap import meeting_of
 from ...checks import (
     INT64,
+    MAX_INT32,
     MAX_TOPK,
     require_bools,
     require_dtypes,
@@ -52,7 +53,7 @@ class LowLatencyMemory(View):
 
         Source: DeepEP's method of that name.
         """
-        require_within(1, (1 << 31) - 1, num_ranks=num_ranks)
+        require_within(1, MAX_INT32, num_ranks=num_ranks)
         sizes = num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts
         routing = _bank_sizes(*sizes, MAX_TOPK)[0]
         return _C.window_for(num_ranks, (routing, *_bank_sizes(*sizes, _UNWEIGHTED_TOPK)[1:]))

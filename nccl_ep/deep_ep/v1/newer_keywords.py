@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
-from ...checks import require_tensors, require_within
+from ...checks import MAX_INT32, require_tensors, require_within
 
-_INT32 = (1, (1 << 31) - 1)
 HOPPER_SMS, BLACKWELL_SMS = 3, 32  # that SGLang's GEMM leaves free
 
 
@@ -91,7 +90,7 @@ class RowSignals:
         if comp_signal is not None:
             require_tensors(comp_signal=comp_signal)
             num_sms = HOPPER_SMS if num_sms is None else num_sms
-            require_within(*_INT32, block_m=block_m, threshold=threshold, num_sms=num_sms)
+            require_within(1, MAX_INT32, block_m=block_m, threshold=threshold, num_sms=num_sms)
             return RowSignals(comp_signal, block_m, threshold, num_sms)
         require_tensors(src_signals=src_signals)
         assert src_signals is not None
@@ -100,5 +99,5 @@ class RowSignals:
                 f"src_signals is {src_signals.dtype} {list(src_signals.shape)}, must be torch.uint32 [{local}]"
             )
         num_sms = BLACKWELL_SMS if num_sms is None else num_sms
-        require_within(*_INT32, src_signal_expect_value=src_signal_expect_value, num_sms=num_sms)
+        require_within(1, MAX_INT32, src_signal_expect_value=src_signal_expect_value, num_sms=num_sms)
         return RowSignals(src_signals, max(rows.shape[1], 1), src_signal_expect_value, num_sms)

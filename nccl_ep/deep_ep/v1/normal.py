@@ -14,7 +14,16 @@ from typing import Any, TypeAlias
 import torch
 
 from ... import _C
-from ...checks import MAX_TOPK, biases_of, error_of, require_bools, require_int32, require_on, require_tensors
+from ...checks import (
+    MAX_INT32,
+    MAX_TOPK,
+    biases_of,
+    error_of,
+    require_bools,
+    require_int32,
+    require_on,
+    require_tensors,
+)
 from ...errors import EpError, OverflowError, TimeoutError, UsageError
 from ...events import EventHandle, EventOverlap, run_on_comm_stream
 from ...room import HtSizes
@@ -260,7 +269,7 @@ class NormalMethods(View):
         key = (num_experts, topk, row_bytes)  # topk_weights on their way home are a row of the least size there is
         if key not in self._fitting:
             fitting = tokens_that_fit(ht_sizes, self.num_ranks, self.domain_size, *key)
-            self._fitting[key] = min(fitting, (2**31 - 1) // self.num_ranks)
+            self._fitting[key] = min(fitting, MAX_INT32 // self.num_ranks)
         return self._fitting[key]
 
     def _grow_for(self, tokens: int, fitting: int, topk: int, row_bytes: int) -> None:

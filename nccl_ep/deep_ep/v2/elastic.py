@@ -15,6 +15,7 @@ from ...bootstrap import process_group_of, rendezvous_of
 from ...buffer import Buffer as Core
 from ...buffer import choose_device
 from ...checks import (
+    MAX_INT32,
     MAX_TOPK,
     biases_of,
     require_bools,
@@ -180,7 +181,7 @@ class ElasticBuffer:
 
         Source: DeepEP V2's method of that name.
         """
-        require_within(1, (1 << 31) - 1, num_max_tokens_per_rank=num_max_tokens_per_rank, hidden=hidden)
+        require_within(1, MAX_INT32, num_max_tokens_per_rank=num_max_tokens_per_rank, hidden=hidden)
         require_within(0, MAX_TOPK, num_topk=num_topk)
         require_bools(
             use_fp8_dispatch=use_fp8_dispatch, allow_hybrid_mode=allow_hybrid_mode,
