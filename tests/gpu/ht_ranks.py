@@ -72,7 +72,8 @@ class ExpectedHt:
 
 
 def shared_ht_buffer(group: Any, cases: Sequence[Case], **options: Any) -> nccl_ep.Buffer:
-    """A buffer in which all operations of all the cases fit; not all outputs find a place in its arena."""
+    """A buffer in which all operations of all the cases fit; not all outputs find a place in its arena. Ids out of
+    range are no choice."""
     beside = row = 0
     for case in cases:
         plan = HtPlan.of(case)
@@ -81,10 +82,11 @@ def shared_ht_buffer(group: Any, cases: Sequence[Case], **options: Any) -> nccl_
         beside = max(beside, case.scales_width * 8 + 16 + extra, cached)
         row = max(row, case.hidden)
     arena = LARGE_ARENA if torch.device(options["device"]).type == "cuda" else 1 << 19
+    by_default = {"timeout": of_living_ranks(30.0), "arena_bytes": arena, "on_invalid_ids": "count"}
     return nccl_ep.Buffer.for_shapes(
         group, max_tokens=max(case.max_tokens for case in cases), hidden=-(-row // 8) * 8,
         topk=max(case.topk for case in cases), num_experts=max(case.num_experts for case in cases), dtype=torch.float32,
-        scale_bytes=beside, mode="ht", **{"timeout": of_living_ranks(30.0), "arena_bytes": arena, **options},
+        scale_bytes=beside, mode="ht", **{**by_default, **options},
     )  # fmt: skip
 
 
