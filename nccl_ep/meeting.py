@@ -155,6 +155,8 @@ class StoreMeeting:
         if token is None or token in self._tokens:
             return
         answers = [self._store.peek(key) for key in self._answers(self.name)]  # gone of those who have joined
+        if self._store.has(*self._keys(0)):  # who has read them may have begun the next collective, by this call
+            return
         self._tokens = [new or old for new, old in zip(answers, self._tokens, strict=True)]
         self._store.set(f"{self.name}/roster", b" ".join(self._tokens))
 

@@ -120,6 +120,44 @@ def test_every_round_is_of_now(store: dist.Store) -> None:
     run_ranks(3, body)
 
 
+class _Paced(meeting.KeyStore):
+    """Rank 1 writes its first word when rank 0 has not found it, and has begun its next collective before rank 0 looks
+    for who has come anew."""
+
+    def __init__(self, store: dist.Store, rank: int, is_missed: threading.Event, is_ahead: threading.Event) -> None:
+        super().__init__(store, "paced", rank)
+        self.is_missed, self.is_ahead = is_missed, is_ahead
+
+    def peek(self, key: str) -> bytes | None:
+        if self._rank == 0 and key.endswith("/again") and not self.is_missed.is_set():
+            self.is_missed.set()
+            assert self.is_ahead.wait(PATIENCE)
+        return super().peek(key)
+
+    def set(self, key: str, value: bytes) -> None:
+        if self._rank == 1 and key.endswith("/0/1"):
+            assert self.is_missed.wait(PATIENCE)
+        super().set(key, value)
+        if self._rank == 1 and key.endswith("/again"):
+            self.is_ahead.set()
+
+
+def test_a_rank_that_is_ahead_waits_for_the_next_call() -> None:
+    """Rank 0 takes it for one that gave up and came anew as long as it has not heard from all."""
+    store, events = dist.HashStore(), (threading.Event(), threading.Event())
+
+    def body(group: ThreadGroup) -> None:
+        rank = group.rank()
+        words = _Paced(store, rank, *events)
+        for number in range(2):
+            collective = meeting.StoreMeeting(words, "", rank, 2)
+            with collective.until_left():
+                got = collective.allgather(f"{rank} {number}".encode(), PATIENCE)
+            assert got == [f"0 {number}".encode(), f"1 {number}".encode()]
+
+    run_ranks(2, body)
+
+
 def test_a_collective_may_meet_in_several_rounds(store: dist.Store) -> None:
     def body(group: ThreadGroup) -> None:
         rank, rendezvous = group.rank(), ProcessGroupRendezvous(_nameless(store, group.rank(), 3))
