@@ -7,6 +7,7 @@
 #include "base/interruption.h"
 #include "cpu/ht/operations.h"
 #include "cpu/ll/operations.h"
+#include "runtime/group.h"
 #include "transport/host/transport.h"
 
 namespace ep {
@@ -106,8 +107,9 @@ class CpuBackend : public Backend {
   WireBytes wire_bytes() const override { return state_.wire; }
   void end_waits() override { state_.control.is_destroyed = true; }
   void abort() override {
-    // A peer that made another call still needs our op header. Only if a peer is gone, what is in flight is useless.
-    if (failure().code != Failure::kOtherOp) transport_->abort();
+    // A peer that made another call, or that gave another handle, still needs our op header. Only if a peer is gone,
+    // what is in flight is useless.
+    if (kind_of(failure()) != ErrorKind::kMismatch) transport_->abort();
   }
 
  private:

@@ -58,6 +58,9 @@ std::string missing_ranks(const RankMask& missing) {
   return text;
 }
 
+// By its tag, as a handle has it.
+std::string dispatch_of(uint64_t tag) { return tag == 0 ? "no dispatch" : concat("dispatch ", tag - 1); }
+
 std::string waited(const Failure& failure, int rank, double timeout_seconds) {
   if (failure.code == Failure::kInterrupted) return concat("rank ", rank, " was interrupted while it waited");
   if (failure.code == Failure::kDestroyed) {
@@ -95,6 +98,7 @@ std::string describe(const OpHeader& header) {
 ErrorKind kind_of(const Failure& failure) {
   switch (failure.code) {
     case Failure::kOtherOp:
+    case Failure::kOtherHandle:
       return ErrorKind::kMismatch;
     case Failure::kHandle:
       return ErrorKind::kInvalidArgument;
@@ -112,6 +116,11 @@ std::string describe(const Failure& failure, int rank, double timeout_seconds) {
     return concat("ranks made different calls in ", kind, " ", failure.epoch, ": rank ", rank, " called ",
                   describe(failure.mine), ", rank ", failure.peer, " called ", describe(failure.theirs), "; ",
                   kOrderQuestion);
+  }
+  if (failure.code == Failure::kOtherHandle) {
+    return concat("ranks gave handles of different dispatches to ", kind, " ", failure.epoch, ": rank ", rank,
+                  " that of ", dispatch_of(failure.expected), ", rank ", failure.peer, " that of ",
+                  dispatch_of(failure.seen));
   }
   if (failure.code == Failure::kHandle) {
     return concat("the handle that rank ", rank, " gave to ", kind, " ", failure.epoch,

@@ -6,6 +6,7 @@ import ctypes as c
 import os
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -376,10 +377,14 @@ def test_one_group_serves_both_algorithms_with_the_same_bits(library: Library) -
 
 def two_ranks(library: Library, group: ThreadGroup) -> tuple[c.c_void_p, Solo]:
     made = make_group(library, group, algorithm=c_api.HIGH_THROUGHPUT, num_experts=2, max_tokens=4, max_token_bytes=192)
+    return made, one_of_two(library, made)
+
+
+def one_of_two(library: Library, made: c.c_void_p) -> Solo:
     solo = Solo(library, made)
     solo.rows, solo.more_rows, solo.weights = torch.zeros(8, 16), torch.zeros(8, 16, dtype=torch.int64), torch.zeros(8)
     solo.info = torch.zeros(6, dtype=torch.int32)
-    return made, solo
+    return solo
 
 
 def test_ranks_that_make_other_calls_hear_of_it(library: Library) -> None:
@@ -390,6 +395,29 @@ def test_ranks_that_make_other_calls_hear_of_it(library: Library) -> None:
         refused(c_api.MISMATCH, text, solo.route if group.rank() == 0 else solo.dispatch)
         refused(c_api.MISMATCH, "has failed", library.Check, made)
         library.HandleDestroy(solo.handle)
+        library.GroupDestroy(made)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("step", ["combine", "cached"])
+def test_handles_of_different_dispatches_are_refused_on_all_ranks(library: Library, step: str) -> None:
+    def body(group: ThreadGroup) -> None:
+        rank, (made, first) = group.rank(), two_ranks(library, group)
+        handles = [first, one_of_two(library, made)]
+        for each in handles:
+            each.dispatch()
+        for each in handles[::-1]:
+            each.combine()
+            assert torch.equal(each.y, each.x * (each.ids >= 0).sum(1, keepdim=True))
+        mine = handles[rank]
+        text = f"rank {rank} that of dispatch {1 + rank}, rank {1 - rank} that of dispatch {2 - rank}"
+        kind = "combine 3" if step == "combine" else "dispatch 3"
+        call = mine.combine if step == "combine" else partial(mine.dispatch, cached=True)
+        refused(c_api.MISMATCH, f"handles of different dispatches to high-throughput {kind}: {text}", call)
+        refused(c_api.MISMATCH, f"has failed: .*{text}", library.Check, made)
+        for each in handles:
+            library.HandleDestroy(each.handle)
         library.GroupDestroy(made)
 
     run_ranks(2, body)

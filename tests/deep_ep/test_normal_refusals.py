@@ -18,6 +18,39 @@ from tests.deep_ep.normal_ranks import normal_arguments, normal_buffer, small_ca
 HALF = torch.bfloat16
 
 
+# ---- Handles of other dispatches
+
+
+@pytest.mark.parametrize("domain_size", [2, 1])
+@pytest.mark.parametrize("step", ["combine", "weights", "cached"])
+def test_handles_of_different_dispatches_are_refused_on_all_ranks(step: str, domain_size: int) -> None:
+    def body(group: ThreadGroup) -> None:
+        rank, buffer = group.rank(), normal_buffer(group, domain_size=domain_size)
+        ids = torch.tensor([[0, 1], [1, -1], [-1, -1]])
+        per_rank, per_domain, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(ids, 2)
+        x = torch.ones(3, 64, dtype=HALF)
+        sent = [
+            buffer.dispatch(
+                x, num_tokens_per_rank=per_rank, num_tokens_per_rdma_rank=per_domain, is_token_in_rank=is_in_rank,
+                num_tokens_per_expert=per_expert, topk_idx=ids, topk_weights=torch.full((3, 2), 0.5),
+            )
+            for _ in range(2)
+        ]  # fmt: skip
+        for rows, _, _, _, handle, _ in sent:
+            assert buffer.combine(rows, handle)[0][:, 0].tolist() == [2, 1, 0]
+        rows, _, weights, _, handle, _ = sent[rank]
+        mine, theirs = (f"rank {each} that of dispatch {1 + 2 * each}" for each in (rank, 1 - rank))
+        with pytest.raises(nccl_ep.MismatchError, match=f"gave handles of different .*: {mine}, {theirs}"):
+            if step == "cached":
+                buffer.dispatch(x, handle=handle)
+            else:
+                buffer.combine(rows, handle, topk_weights=weights if step == "weights" else None)
+            buffer.runtime.check()
+        buffer.destroy()
+
+    run_ranks(2, body)
+
+
 # ---- Sizes, tuning
 
 

@@ -119,19 +119,32 @@ def run_killed_amid(rank: int, kind: str, who_is_inside: int) -> str:
 
 
 def run_ht_mismatches(rank: int) -> list[str]:
-    """Ranks 0 and 1 make different calls; both must name both. Returns the texts."""
+    """Ranks 0 and 1 make different calls, or give handles of different dispatches; both must name both. Returns the
+    texts."""
     device, group = on_gpu(rank), rendezvous_of(dist.group.WORLD)
     case, other = layer(2, "packed", 32), layer(2, "packed", 32, hidden=128)
     texts = []
-    for what in ("hidden", "exact", "combine"):
+    for what in ("hidden", "exact", "combine", "handles", "replayed", "cached"):
         buffer = layer_buffer(case.case, group, device)
-        out = case.send(buffer)
+        given, out = case.given_on(buffer), case.send(buffer)
+        graph, twice = torch.cuda.CUDAGraph(), out
+        if what == "replayed":  # the handle in the graph is that of the last replay
+            with torch.cuda.graph(graph):
+                twice = case.send(buffer, given)
+                nccl_ep.combine(twice.x, twice.handle)
+            graph.replay()
+            graph.replay()
+        elif what in ("handles", "cached"):
+            twice = case.send(buffer)
+        out = (out, twice)[rank]
         synchronize(device)
         with pytest.raises(nccl_ep.MismatchError) as caught:
             if what == "hidden":
                 (case, other)[rank].send(buffer)
             elif what == "exact":
                 case.send(buffer, **({"capacity": "exact"} if rank else {}))
+            elif what in ("handles", "replayed", "cached"):
+                ht_step("cached" if what == "cached" else "combine", case, buffer, out)()
             else:
                 ht_step(("combine", "scalars")[rank], case, buffer, out)()
             synchronize(device)

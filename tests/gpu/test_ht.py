@@ -201,8 +201,12 @@ def test_ranks_that_make_different_calls(tmp_path: Path) -> None:
         (r"high-throughput dispatch\(", r"counts of a high-throughput dispatch\("),
         (r"high-throughput combine\(", r"high-throughput combine of weights\("),
     ]
+    handles = [("combine 1", 1, 2), ("combine 3", 1, 3), ("dispatch 3", 1, 2)]  # of which dispatches
     for rank, texts in enumerate(got):
-        for text, calls in zip(texts, wanted, strict=True):
+        for text, (step, *numbers) in zip(texts[len(wanted) :], handles, strict=True):
+            mine, theirs = (f"rank {each} that of dispatch {numbers[each]}" for each in (rank, 1 - rank))
+            assert f"handles of different dispatches to high-throughput {step}: {mine}, {theirs}" in text, text
+        for text, calls in zip(texts[: len(wanted)], wanted, strict=True):
             assert "ranks made different calls in high-throughput " in text
             for each in (0, 1):
                 assert re.search(rf"rank {each} called {calls[each]}", text), f"on rank {rank}: {text}"

@@ -211,6 +211,57 @@ def test_ranks_with_different_combines_are_told_both(odd: str, num_ranks: int, d
     _expect_mismatch(num_ranks, domain_size, call, mine, other)
 
 
+HANDLE_STEPS: dict[str, Callable[[nccl_ep.DispatchOutput, nccl_ep.Handle, torch.Tensor], Any]] = {
+    "combine": lambda out, handle, x: nccl_ep.combine(out.x, handle),
+    "home": lambda out, handle, x: nccl_ep.combine(out.x, handle, weights=torch.ones(len(x), 2)),
+    "scalars": lambda out, handle, x: nccl_ep.combine_weights(out.weights, handle),
+    "cached": lambda out, handle, x: nccl_ep.dispatch_cached(x, handle),
+}
+
+
+@pytest.mark.parametrize(("num_ranks", "domain_size"), [(2, 2), (4, 2), (3, 1)])
+@pytest.mark.parametrize("capacity", [None, "exact"])
+@pytest.mark.parametrize("step", HANDLE_STEPS)
+def test_ranks_with_handles_of_different_dispatches_are_told_both(
+    step: str, capacity: str | None, num_ranks: int, domain_size: int
+) -> None:
+    """The dispatches are equal in all, so that nothing else tells their handles apart. A rank has no tokens."""
+    odd = num_ranks - 1
+
+    def body(group: ThreadGroup) -> None:
+        rank, buffer = group.rank(), _buffer(num_ranks, group, domain_size)
+        tokens = 0 if rank == 1 else 7
+        x, ids = torch.ones(tokens, 64, dtype=torch.bfloat16), torch.arange(2).repeat(tokens, 1)
+        made = [
+            nccl_ep.dispatch(
+                x, ids, torch.ones(tokens, 2), buffer=buffer, num_experts=2 * num_ranks, mode="ht",
+                layout="packed", capacity=capacity,
+            )
+            for _ in range(3)
+        ]  # fmt: skip
+        numbers = [1, 3, 5] if capacity else [1, 2, 3]  # counts and rows of exact sizes are an operation each
+        for out in made[::-1]:  # the same one on all ranks, in any order, and a copy of one of them
+            copied = dataclasses.replace(out.handle, tensor=out.handle.tensor.clone())
+            handle = copied if rank == odd else out.handle
+            assert nccl_ep.combine(out.x, handle)[:, 0].tolist() == [2] * tokens
+            nccl_ep.dispatch_cached(x, handle)
+        kind, epoch = ("dispatch", numbers[-1] + (5 if capacity else 4)) if step == "cached" else ("combine", 4)
+        mine = 2 if rank == odd else 0
+        peers = str(odd) if rank != odd else "[0-9]"
+        text = (
+            rf"ranks gave handles of different dispatches to high-throughput {kind} {epoch}: rank {rank} that of "
+            rf"dispatch {numbers[mine]}, rank {peers} that of dispatch {numbers[2 - mine]}"
+        )
+        with Clock(PATIENCE / 2), pytest.raises(nccl_ep.MismatchError, match=text):
+            HANDLE_STEPS[step](made[mine], made[mine].handle, x)
+            buffer.check()
+        with Clock(PATIENCE / 2), pytest.raises(nccl_ep.MismatchError, match=f"the buffer has failed: {text}"):
+            buffer.check()
+        buffer.destroy()
+
+    run_ranks(num_ranks, body)
+
+
 @pytest.mark.parametrize("step", ["combine", "cached"])
 def test_a_changed_handle_fails_the_buffer_and_touches_no_memory(step: str) -> None:
     """Rows far beyond another rank's are found amid the call: no memory is touched there, the buffer has failed."""

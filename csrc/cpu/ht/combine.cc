@@ -325,7 +325,7 @@ class Combine {
 }  // namespace
 
 void cpu_ht_combine(const HtCombineParams& p, Transport& transport, CpuState& state) {
-  HtExchange exchange(transport, state, Kind::kCombine, p.offsets, p.header);
+  HtExchange exchange(transport, state, Kind::kCombine, p.offsets, p.header, p.given_dispatch());
   Combine(p, exchange).run();
   if (p.has_rows() && !has_expert_rows(p.output.layout) && !p.reads_in_place()) state.ht_staged[1]++;
 }

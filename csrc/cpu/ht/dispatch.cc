@@ -90,6 +90,7 @@ int64_t route(const HtDispatchParams& p, const HtCounts& counts, const std::vect
     }
   }
   *p.handle.alignment = p.output.alignment;
+  *p.handle.dispatch = static_cast<int32_t>(exchange.tag());
   const Placement bins = place_bins(p.shape, p.output, counts, rank);
   fill_info(p.output, bins, p.info);
   if (p.host_sizes != nullptr) {
@@ -307,7 +308,7 @@ void run(const HtDispatchParams& p, HtExchange& exchange, CpuState& state) {
 }  // namespace
 
 void cpu_ht_dispatch(const HtDispatchParams& p, Transport& transport, CpuState& state) {
-  HtExchange exchange(transport, state, Kind::kDispatch, p.offsets, p.header);
+  HtExchange exchange(transport, state, Kind::kDispatch, p.offsets, p.header, p.given_dispatch());
   try {
     run(p, exchange, state);
   } catch (const Error&) {  // the buffer has failed: nothing was received

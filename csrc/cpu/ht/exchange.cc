@@ -8,14 +8,22 @@
 #include "runtime/group.h"
 
 namespace ep {
+namespace {
+
+OpHeader with_handle(OpHeader header, const int32_t* dispatch) {
+  header.words[OpHeader::kHandle] = dispatch == nullptr ? 0 : static_cast<uint32_t>(*dispatch);
+  return header;
+}
+
+}  // namespace
 
 HtExchange::HtExchange(Transport& transport, CpuState& state, Kind kind, const HtOffsets& offsets,
-                       const OpHeader& header)
+                       const OpHeader& header, const int32_t* given_dispatch)
     : transport_(transport),
       state_(state),
       kind_(kind),
       offsets_(offsets),
-      header_(header),
+      header_(with_handle(header, given_dispatch)),
       epoch_(state.ht_epoch[static_cast<int>(kind)] + 1),
       tag_(tag_of(epoch_)),
       bank_(testing::has_bug(testing::Bug::kOneBank) ? 0 : bank_of(epoch_)),
@@ -83,12 +91,19 @@ void HtExchange::await_headers(int count) {
     for (int i = 0; i < OpHeader::kComparedWords; i++) {
       if (theirs.word(i) != header_.word(i)) refuse_op(source, theirs);
     }
+    if (theirs.word(OpHeader::kHandle) != header_.word(OpHeader::kHandle)) refuse_handle(source, theirs);
     take(OpHeader::kWords, words.size());
   }
 }
 
 void HtExchange::refuse_op(int source, const OpHeader& theirs) {
   fail(state_, {Failure::kOtherOp, kind_, Awaited::kOpHeader, source, epoch_, 0, 0, {}, header_, theirs, 1},
+       transport_);
+}
+
+void HtExchange::refuse_handle(int source, const OpHeader& theirs) {
+  const uint32_t mine = header_.word(OpHeader::kHandle), other = theirs.word(OpHeader::kHandle);
+  fail(state_, {Failure::kOtherHandle, kind_, Awaited::kOpHeader, source, epoch_, mine, other, {}, header_, theirs, 1},
        transport_);
 }
 

@@ -16,7 +16,9 @@ namespace ep {
 
 class HtExchange {
  public:
-  HtExchange(Transport& transport, CpuState& state, Kind kind, const HtOffsets& offsets, const OpHeader& header);
+  // `given_dispatch`: of the handle that the operation was given; null: none.
+  HtExchange(Transport& transport, CpuState& state, Kind kind, const HtOffsets& offsets, const OpHeader& header,
+             const int32_t* given_dispatch);
   ~HtExchange();  // an operation that fails halfway leaves puts behind, which read their sources
   HtExchange(const HtExchange&) = delete;
   HtExchange& operator=(const HtExchange&) = delete;
@@ -27,6 +29,7 @@ class HtExchange {
   int num_domains() const { return topology().num_domains(); }
   int domain() const { return topology().domain_of(rank()); }
   const HtOffsets& offsets() const { return offsets_; }
+  uint32_t tag() const { return tag_; }
   // Ranks of the own domain. Each rank begins with itself, so that not all begin with the same peer.
   int lsa_peer(int step) const {
     const int size = topology().domain_size;
@@ -74,6 +77,7 @@ class HtExchange {
     return kind_ == Kind::kDispatch ? HtSignal::kDispatchMessage : HtSignal::kCombineMessage;
   }
   [[noreturn]] void refuse_op(int source, const OpHeader& theirs);
+  [[noreturn]] void refuse_handle(int source, const OpHeader& theirs);
   void refuse_other_call(int source);
   [[noreturn]] void give_up(Deadline::End end, Awaited awaited, int source, uint64_t expected, uint64_t seen);
 

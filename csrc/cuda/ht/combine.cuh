@@ -17,7 +17,7 @@ __device__ __forceinline__ void ht_combine(const HtArgs<HtCombineParams>& args, 
   constexpr int kCount = kLaneElements<kIn, kWire, kOut>;
   const HtCombineParams& p = args.params;
   const LsaPeers& peers = args.peers;
-  EP_SHARED(OpContext, op);
+  EP_SHARED(HtOpContext, op);
   const HtCombineRole role{
       {at},
       p,

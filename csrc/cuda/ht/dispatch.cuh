@@ -17,7 +17,7 @@ template <bool kQuant, bool kCopies>
 __device__ __forceinline__ void ht_send(const HtArgs<HtDispatchParams>& args, BlockPosition at, char* shared) {
   const HtDispatchParams& p = args.params;
   const LsaPeers& peers = args.peers;
-  EP_SHARED(OpContext, op);
+  EP_SHARED(HtOpContext, op);
   HtBlock block{at};
   const bool is_worker = block.warp < args.plan.workers_of(at.block);
   // In a world on one GPU another rank's plan may have more warps.

@@ -54,7 +54,10 @@ __device__ __forceinline__ void read_words(const RouteRole& role) {
     *out = static_cast<int>(await_message_word(role.op, role.p.offsets, role.peers, source, index));
     if (row == 0 && has_expert_rows(static_cast<OutputLayout>(*out))) *role.tables.has_expert_rows = 1;
   }
-  if (role.records() && role.thread() == 0) *role.p.handle.alignment = role.p.output.alignment;
+  if (role.records() && role.thread() == 0) {
+    *role.p.handle.alignment = role.p.output.alignment;
+    *role.p.handle.dispatch = static_cast<int32_t>(role.op.tag);
+  }
 }
 
 // OutputShape::span() in 32 bits, as a division of 64 takes 100 instructions.
@@ -193,7 +196,7 @@ template <bool kExpertRows>
 __device__ __forceinline__ void ht_route(const HtArgs<HtRouteParams>& args, BlockPosition at, char* shared) {
   const HtRouteParams& p = args.params;
   const LsaPeers& peers = args.peers;
-  EP_SHARED(OpContext, op);
+  EP_SHARED(HtOpContext, op);
   const RouteRole role{
       {at}, args.state, p, args.geometry, peers, op, RouteTables::of(shared, p, args.geometry), HtRailPart::of(args)};
   stamp_route(Stamp::kStart, peers.rank);

@@ -6,13 +6,17 @@
 namespace ep {
 inline namespace EP_KERNELS {
 
-// `header`: the words of `source`, which differ from the own op header's.
-__device__ __forceinline__ void refuse_header(const OpContext& context, const uint64_t* header, int source) {
+__device__ __forceinline__ OpHeader await_header(const OpContext& context, const uint64_t* header, int source) {
   OpHeader theirs;
   for (int i = 0; i < OpHeader::kWords; i++) {
     theirs.words[i] = await_word(WarpContext(context), header + i, Awaited::kOpHeader, source);
   }
-  fail(context, Failure::kOtherOp, Awaited::kOpHeader, source, 0, 0, theirs);
+  return theirs;
+}
+
+// `header`: the words of `source`, which differ from the own op header's.
+__device__ __forceinline__ void refuse_header(const OpContext& context, const uint64_t* header, int source) {
+  fail(context, Failure::kOtherOp, Awaited::kOpHeader, source, 0, 0, await_header(context, header, source));
 }
 
 }  // namespace EP_KERNELS

@@ -22,8 +22,8 @@ struct HtSlotFormat {
   EP_HD int stride() const { return words() * 4; }
 };
 
-// route: rows from each source to each destination [R, R] | demand of each local expert [L], and the alignment of
-// packed experts [1] | of each own token and
+// route: rows from each source to each destination [R, R] | demand of each local expert [L], the alignment of packed
+// experts [1], and the tag of the dispatch that made the handle [1], the same on all ranks | of each own token and
 // choice the expert id, the output row at its owner (kNoRow, kDroppedRow) and the slot there [T, K] each | several
 // domains: tokens of the rail peer of each [D], and their ids, rows and slots in this domain [D, M, K] each; then, on
 // GPUs, the place of each own token among those that go to each domain [T, D]. There the tokens of a rail peer are
@@ -56,7 +56,7 @@ struct HtHandleShape {
     return num_domains == 1 ? 0 : static_cast<int64_t>(num_domains) * max_tokens * topk;
   }
   EP_HD int64_t experts_at() const { return align_up<int64_t>(counts_size(), 4); }
-  EP_HD int64_t ids_at() const { return experts_at() + align_up(local_experts + 1, 4); }
+  EP_HD int64_t ids_at() const { return experts_at() + align_up(local_experts + 2, 4); }
   EP_HD int64_t rows_at() const { return ids_at() + align_up<int64_t>(own_size(), 4); }
   EP_HD int64_t slots_at() const { return rows_at() + align_up<int64_t>(own_size(), 4); }
   EP_HD int64_t rail_tokens_at() const { return slots_at() + align_up<int64_t>(own_size(), 4); }
@@ -90,6 +90,7 @@ struct HtHandlePtrs {
   int32_t* counts = nullptr;         // [R, R]
   int32_t* expert_counts = nullptr;  // [L]
   int32_t* alignment = nullptr;      // [1]
+  int32_t* dispatch = nullptr;       // [1]
   HtRoutes own;                      // [T, K]
   int32_t* rail_tokens = nullptr;    // [D]
   HtRoutes rail;                     // [D, M, K]
@@ -105,6 +106,7 @@ struct HtHandlePtrs {
     handle.counts = route;
     handle.expert_counts = route + shape.experts_at();
     handle.alignment = handle.expert_counts + shape.local_experts;
+    handle.dispatch = handle.alignment + 1;
     handle.own = {route + shape.ids_at(), route + shape.rows_at(), route + shape.slots_at()};
     if (shape.num_domains > 1) {
       handle.rail_tokens = route + shape.rail_tokens_at();

@@ -100,6 +100,9 @@ struct HtDispatchParams {
   int chunks = 1;  // CUDA fills it in: the plan's, of the kernel that sends
   Arrivals arrivals;
 
+  // Where the handle that the operation was given says of which dispatch it is. Null: the operation makes one.
+  EP_HD const int32_t* given_dispatch() const { return routes(variant) ? nullptr : handle.dispatch; }
+
   // Where the operation quantises part 0, its rows travel as e4m3, and the next part is the scales.
   void add_quant_scales() {
     parts[0].bytes = quant_row_bytes(options.quant, hidden);
@@ -133,6 +136,7 @@ struct HtCombineParams {
   float* out_values = nullptr;  // [T, K]
   RowSignals signals;           // that staging waits for; of experts' rows alone
 
+  EP_HD const int32_t* given_dispatch() const { return handle.dispatch; }
   EP_HD bool has_rows() const { return hidden > 0; }
   // By ranks that can reach the rows. A block format's elements count as one byte: rows are never read in place.
   EP_HD bool can_read_in_place() const {

@@ -161,6 +161,16 @@ TEST(Describe, AFailureIsToldWithRankAndOperation) {
   EXPECT_EQ(text.find("ranks made different calls in combine 12: rank 1 called dispatch(bf16, hidden 7168"), 0u)
       << text;
   EXPECT_NE(text.find("rank 3 called dispatch(bf16, hidden 4096"), std::string::npos) << text;
+  failure.code = Failure::kOtherHandle;
+  failure.is_ht = 1;
+  failure.expected = tag_of(9);
+  failure.seen = tag_of(10);
+  EXPECT_EQ(describe(failure, 1, 2.5),
+            "ranks gave handles of different dispatches to high-throughput combine 12: rank 1 that of dispatch 9, rank "
+            "3 that of dispatch 10");
+  failure.seen = 0;
+  EXPECT_NE(describe(failure, 1, 2.5).find("rank 3 that of no dispatch"), std::string::npos);
+  EXPECT_EQ(kind_of(failure), ErrorKind::kMismatch);
 }
 
 RankMask mask_of(std::initializer_list<int> ranks) {

@@ -113,7 +113,7 @@ TEST(HtOffsets, RefusesWhatDoesNotFit) {
 TEST(HtHandleShape, PartsDoNotOverlap) {
   for (int num_domains : {1, 2}) {
     for (int topk : {1, 3, 8}) {
-      const HtHandleShape shape{4, num_domains, 3, 5, 7, topk, true, 9};
+      const HtHandleShape shape{4, num_domains, 3, 5, 7, topk, true, 9};  // 3: what follows them begins a line anew
       std::vector<int32_t> route(shape.route_size()), slots(9 * shape.slot_words());
       const HtHandlePtrs handle = HtHandlePtrs::of(route.data(), slots.data(), shape);
       const auto piece = [&](const int32_t* part, int64_t count, const char* name) {
@@ -121,6 +121,7 @@ TEST(HtHandleShape, PartsDoNotOverlap) {
         return Piece{begin, begin + count, name};
       };
       std::vector<Piece> pieces{piece(handle.counts, 16, "counts"), piece(handle.expert_counts, 3, "experts"),
+                                piece(handle.alignment, 1, "alignment"), piece(handle.dispatch, 1, "dispatch"),
                                 piece(handle.own.ids, 5 * topk, "ids"), piece(handle.own.rows, 5 * topk, "rows"),
                                 piece(handle.own.slots, 5 * topk, "slots")};
       if (num_domains > 1) {

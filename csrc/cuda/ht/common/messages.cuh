@@ -41,7 +41,7 @@ __device__ __forceinline__ void send_message_words(const OpContext& op, const Ht
 
 // One block sends the whole message.
 template <class WordOf>
-__device__ __forceinline__ void send_message(const OpContext& op, const HtOffsets& offsets, const LsaPeers& peers,
+__device__ __forceinline__ void send_message(const HtOpContext& op, const HtOffsets& offsets, const LsaPeers& peers,
                                              int words, const WordOf& word_of) {
   if (warp_id() == 0) send_header(op, offsets, peers);
   send_message_words(op, offsets, peers, words, word_of);
@@ -106,13 +106,18 @@ __device__ __forceinline__ Offset await_message_offset(const OpContext& op, cons
   return low | static_cast<Offset>(high) << 32;
 }
 
-static __device__ __noinline__ void refuse_ht_op(const OpContext& op, const HtOffsets& offsets, const LsaPeers& peers,
+// `source` has sent another op header, or its handle is of another dispatch.
+static __device__ __noinline__ void refuse_ht_op(const HtOpContext& op, const HtOffsets& offsets, const LsaPeers& peers,
                                                  int source) {
-  refuse_header(op, peers.local<uint64_t>(offsets.message_word(op.bank, source, 0)), source);
+  const OpHeader theirs = await_header(op, peers.local<uint64_t>(offsets.message_word(op.bank, source, 0)), source);
+  bool is_other = false;
+  for (int i = 0; i < OpHeader::kComparedWords; i++) is_other |= theirs.word(i) != op.header->word(i);
+  if (is_other) return fail(op, Failure::kOtherOp, Awaited::kOpHeader, source, 0, 0, theirs);
+  fail(op, Failure::kOtherHandle, Awaited::kOpHeader, source, op.handle, theirs.word(OpHeader::kHandle), theirs);
 }
 
 // A block waits for the op headers of all ranks and compares them. Acquire: see send_header().
-__device__ __forceinline__ void await_headers(const OpContext& op, const HtOffsets& offsets, const LsaPeers& peers) {
+__device__ __forceinline__ void await_headers(const HtOpContext& op, const HtOffsets& offsets, const LsaPeers& peers) {
   if (has_bug(Bug::kUncheckedHeaders, op.kind)) return;
 #pragma unroll 1
   for (int i = threadIdx.x; i < offsets.topology.num_ranks * OpHeader::kWords; i += blockDim.x) {
@@ -123,8 +128,8 @@ __device__ __forceinline__ void await_headers(const OpContext& op, const HtOffse
     while (!is_tagged(seen, op.tag) && !budget.is_spent(op, Awaited::kOpHeader, source, op.tag, seen >> 32)) {
       seen = ptx::ld_acquire_sys(word);
     }
-    const bool differs = index < OpHeader::kComparedWords && is_tagged(seen, op.tag) &&
-                         static_cast<uint32_t>(seen) != op.header->word(index);
+    const bool is_compared = index < OpHeader::kComparedWords || index == OpHeader::kHandle;
+    const bool differs = is_compared && is_tagged(seen, op.tag) && static_cast<uint32_t>(seen) != op.header_word(index);
     if (differs) refuse_ht_op(op, offsets, peers, source);
   }
 }

@@ -21,6 +21,15 @@ struct HtBlock {
   __device__ bool is_first() const { return at.block == 0; }
 };
 
+struct HtOpContext : OpContext {
+  uint32_t handle;  // OpHeader::kHandle. Read with the epoch: a graph is replayed with handles that were made anew
+
+  // Of the op header that this rank sends.
+  __device__ __forceinline__ uint32_t header_word(int index) const {
+    return index == OpHeader::kHandle ? handle : header->word(index);
+  }
+};
+
 // True for all threads of the block if one of them has given up a wait, or has seen another op header. A barrier. A
 // thread that gave up reads what it wrote itself.
 __device__ __forceinline__ bool block_has_failed(const OpContext& op) {
@@ -43,7 +52,7 @@ __device__ __forceinline__ void move_ht_epoch(const OpContext& op, TicketLine& t
 // Release: this rank's last operation is over, so what it wrote is there, and what it read may be written again.
 // Receivers acquire by the words of the op header, so only the warp that stores them fences, and no other word of the
 // message has to come after: the header may go long before the rest. What this kernel itself does is not released.
-__device__ __forceinline__ void send_header(const OpContext& op, const HtOffsets& offsets, const LsaPeers& peers) {
+__device__ __forceinline__ void send_header(const HtOpContext& op, const HtOffsets& offsets, const LsaPeers& peers) {
   testing_point(Point::kBeforeHeader, op);
   __threadfence_system();
   const NearRanks near = NearRanks::of(peers, offsets.topology.num_ranks);
@@ -51,11 +60,11 @@ __device__ __forceinline__ void send_header(const OpContext& op, const HtOffsets
   for (int i = lane_id(); i < OpHeader::kWords * near.size; i += 32) {
     const int peer = near.first + i / OpHeader::kWords, index = i % OpHeader::kWords;
     ptx::st_relaxed_sys(peers.at<uint64_t>(peer, offsets.message_word(op.bank, op.rank, index)),
-                        tagged(op.header->word(index), op.tag));
+                        tagged(op.header_word(index), op.tag));
   }
 }
 
-static __device__ __noinline__ void send_header_after_all(const OpContext& op, const HtOffsets& offsets,
+static __device__ __noinline__ void send_header_after_all(const HtOpContext& op, const HtOffsets& offsets,
                                                           const LsaPeers& peers) {
   send_header(op, offsets, peers);
 }
@@ -64,7 +73,7 @@ static __device__ __noinline__ void send_header_after_all(const OpContext& op, c
 // operation. False: the buffer has failed. If it has failed in this operation, because of what another rank has sent,
 // that rank must still get this rank's op header: the first block sends it, as it would have if it had come sooner.
 template <class Args>
-__device__ __forceinline__ bool open_ht_op(OpContext& op, const Args& args, Kind kind, BlockPosition at,
+__device__ __forceinline__ bool open_ht_op(HtOpContext& op, const Args& args, Kind kind, BlockPosition at,
                                            bool is_first_kernel, bool is_last_kernel) {
   const int k = static_cast<int>(kind);
   if (threadIdx.x == 0) {
@@ -75,6 +84,8 @@ __device__ __forceinline__ bool open_ht_op(OpContext& op, const Args& args, Kind
     op.rank = args.peers.rank;
     const uint64_t last_epoch = ptx::ld_relaxed_gpu(&args.state->ht_epoch[k].epoch);
     const uint32_t has_failed = ptx::ld_relaxed_gpu(&args.state->failure_flag.has_failed);
+    const int32_t* given = args.params.given_dispatch();
+    op.handle = given == nullptr ? 0 : ptx::ld_relaxed_gpu(reinterpret_cast<const uint32_t*>(given));
     op.epoch = last_epoch + 1;
     op.tag = tag_of(op.epoch);
     op.bank = has_bug(Bug::kOneBank, kind) ? 0 : bank_of(op.epoch);

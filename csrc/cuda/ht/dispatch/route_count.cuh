@@ -49,7 +49,7 @@ struct RouteRole : HtBlock {
   const HtRouteParams& p;
   const HtRouteGeometry& geometry;
   const LsaPeers& peers;
-  const OpContext& op;
+  const HtOpContext& op;
   RouteTables tables;
   HtRailPart part;
 

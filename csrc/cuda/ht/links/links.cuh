@@ -103,15 +103,16 @@ __device__ __forceinline__ bool await_channels(const OpContext& op, const HtRail
 // The own one to the rail peers, and theirs to the ranks of this domain, as if the peer had stored it there itself.
 // Acquire of what the peers have announced by it, and release to those who see it.
 template <class WordOf>
-__device__ __forceinline__ void exchange_messages(const OpContext& op, const HtOffsets& offsets, const LsaPeers& peers,
-                                                  const HtRailPart& part, int words, const WordOf& word_of) {
+__device__ __forceinline__ void exchange_messages(const HtOpContext& op, const HtOffsets& offsets,
+                                                  const LsaPeers& peers, const HtRailPart& part, int words,
+                                                  const WordOf& word_of) {
   const HtRail& rail = part.rail;
   const int staging = has_bug(Bug::kOneStagingBank, op.kind) ? 0 : op.bank;
   const Offset own = rail.own_record(staging);
   auto* record = peers.local<uint32_t>(own);
 #pragma unroll 1
   for (int i = threadIdx.x; i < words; i += static_cast<int>(blockDim.x)) {
-    record[i] = i < OpHeader::kWords ? op.header->word(i) : word_of(i);
+    record[i] = i < OpHeader::kWords ? op.header_word(i) : word_of(i);
   }
   __syncthreads();
   const auto bytes = static_cast<uint64_t>(align_up(words * 4, 16));
