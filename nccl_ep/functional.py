@@ -15,7 +15,6 @@ from .calls import CombineCall, DispatchCall
 from .checks import error_of, require_bools, require_on, require_tensors
 from .choices import Exact, LayoutName, Mode, QuantName, Weighting, WireFormat
 from .config import combine_numbers
-from .gradients import overwrite
 from .handle import DispatchOutput, Handle, require_handle
 from .high_throughput import buffer_of
 from .pending import Pending, receive_lost
@@ -183,8 +182,6 @@ def combine(
     """
     if is_dynamo_compiling():
         return CombineCall.of(rows, handle, weights, topk_idx, bias, out_dtype, wire_dtype, num_sms, scale).run(out)
-    if out is not None:
-        overwrite(out)
     try:
         return _combine(rows, handle, weights, topk_idx, bias, out_dtype, wire_dtype, out, num_sms, scale)
     except RuntimeError as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.compiler import is_dynamo_compiling
 
 _Tensor, _SEQUENCES = torch.Tensor, (tuple, list)  # look-ups that the hot path is spared
 
@@ -21,13 +20,6 @@ def wants_gradient(*inputs: Any) -> bool:
         elif isinstance(each, _SEQUENCES) and each and wants_gradient(*each):
             return True
     return False
-
-
-def overwrite(*tensors: object) -> None:
-    """Before an operation writes into these: a graph that has saved one of them raises in its backward pass, as it does
-    for what torch itself writes. What is no tensor is left to others."""
-    if not is_dynamo_compiling():
-        torch.autograd.graph.increment_version([each for each in tensors if isinstance(each, _Tensor)])
 
 
 class _Refusing(torch.autograd.Function):

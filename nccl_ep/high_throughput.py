@@ -17,7 +17,6 @@ from .choices import QuantName
 from .config import Numbers, cached_numbers
 from .errors import UsageError
 from .events import run_on_comm_stream
-from .gradients import overwrite
 from .handle import EXACT, DispatchOutput, Handle, require_handle, tensor_told
 from .pending import Pending
 
@@ -113,7 +112,6 @@ def _into(
     require_on(buffer._seq, _GIVEN, (out.x, *rest))
     if out.extra:
         require_on(buffer._seq, [f"out's extra {i}" for i in range(len(out.extra))], out.extra)
-    overwrite(out.x, *out.extra, *rest)
     _ht_dispatch_out(*call, [out.x, *out.extra], *rest)
     return (out.x, *rest), out.extra
 
@@ -242,7 +240,6 @@ def _cached_into(seq: torch.Tensor, out: Payload, call: tuple[Any, ...]) -> Payl
     require_on(seq, ("out's x", "out's scales"), (out.x, out.scales))
     require_on(seq, [f"out's extra {i}" for i in range(len(out.extra))], out.extra)
     scales = _given_scales(seq, out.scales, call[2])
-    overwrite(out.x, *out.extra, scales)
     _ops.ht_dispatch_cached_out.default(*call, [out.x, *out.extra], scales)
     return out
 

@@ -10,7 +10,6 @@ from .. import _C, functional, high_throughput
 from ..buffer import Buffer
 from ..checks import require_within
 from ..config import combine_numbers, dispatch_numbers
-from ..gradients import overwrite
 from ..handle import Handle as Routing
 from ..handle import Layout as Rows
 from .enums import CombineQuantizationRecipe, ExpertIdKind, Layout, PassDir, member
@@ -133,7 +132,6 @@ class HighThroughput(Mode):
         route, slots = new_handle(x, length), new_handle(x, ranks * sizes.max_tokens, words)
         out_x, *rest = made.tensors.values()
         with self.told():
-            overwrite(*made.tensors.values())
             _ops.ht_dispatch_out.default(
                 buffer._seq, [x], scales, topk_idx, weights, capacity, numbers, [out_x], *rest, route, slots
             )

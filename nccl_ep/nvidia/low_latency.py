@@ -11,7 +11,6 @@ from .. import _C, functional
 from ..checks import require_bools
 from ..config import dispatch_numbers
 from ..errors import UsageError
-from ..gradients import overwrite
 from ..handle import Handle as Routing
 from ..handle import Layout as Rows
 from ..pending import receive_lost
@@ -95,7 +94,6 @@ class LowLatency(Mode):
         with self.told():
             if buffer._open_sends:
                 receive_lost(buffer, "dispatch")
-            overwrite(*made.tensors.values())
             _ops.ll_dispatch_out.default(
                 buffer._seq, x, scales, topk_idx, weights, capacity, numbers, *to.values(), handle
             )

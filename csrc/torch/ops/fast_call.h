@@ -27,6 +27,7 @@
 #include "torch/ops/device.h"
 #include "torch/ops/gradient_wanted.h"
 #include "torch/ops/op_types.h"
+#include "torch/ops/written.h"
 
 namespace ep::fast_call {
 
@@ -173,6 +174,20 @@ struct Name {
   constexpr Name(const char (&given)[kSize]) { std::copy_n(given, kSize, text); }
 };
 
+// The kernel of an op that the function implements, and marks what it writes.
+template <Name kOp, auto kFunction, class Function>
+struct Kernel;
+template <Name kOp, auto kFunction, class Result, class... Args>
+struct Kernel<kOp, kFunction, Result(Args...)> {
+  static Result run(Args... args) {
+    static_assert(sizeof...(Args) <= 64);
+    static const written::Positions positions = written::positions_of(kOp.text);
+    if (positions == 0) return kFunction(args...);
+    const written::MarkAtEnd<std::remove_cvref_t<Args>...> marks(positions, args...);
+    return kFunction(args...);
+  }
+};
+
 // kBatchSize: small results share an allocation.
 template <Name kName, bool kBatchSize, class Function>
 struct Call;
@@ -194,7 +209,7 @@ struct Call<kName, kBatchSize, Result(Args...)> {
     std::tuple<Argument<std::remove_cvref_t<Args>>...> args;
     const bool is_plain = count == sizeof...(Args) && names == nullptr && is_plain_thread() &&
                           (std::get<kIndex>(args).load(given[kIndex]) && ...);
-    if (!is_plain) return PyObject_Vectorcall(usual, given, count, names);
+    if (!is_plain) return written::call_usual(handle.schema(), usual, given, count, names);
     const auto enqueue = [&] { return call_plainly(handle, kBatchSize, std::get<kIndex>(args).get()...); };
     if constexpr (std::is_void_v<Result>) {
       enqueue();
@@ -255,11 +270,13 @@ inline void refuse_vmap(std::span<const Op> ops, torch::Library& library) {
 }  // namespace ep::fast_call
 
 // Of the function that is the op's kernel, and has its name.
-#define EP_OP(op)                                                           \
-  ::ep::fast_call::Op {                                                     \
-    [](torch::Library& library) { library.impl(#op, &op); },                \
-        ::ep::fast_call::method<"nccl_ep::" #op, false, decltype(op)>(#op), \
-        ::ep::fast_call::method<"nccl_ep::" #op, true, decltype(op)>(#op)   \
+#define EP_OP(op)                                                                           \
+  ::ep::fast_call::Op {                                                                     \
+    [](torch::Library& library) {                                                           \
+      library.impl(#op, &::ep::fast_call::Kernel<"nccl_ep::" #op, &op, decltype(op)>::run); \
+    },                                                                                      \
+        ::ep::fast_call::method<"nccl_ep::" #op, false, decltype(op)>(#op),                 \
+        ::ep::fast_call::method<"nccl_ep::" #op, true, decltype(op)>(#op)                   \
   }
 
 // Once a file, outside of namespaces: `ops` is an array of what EP_OP makes.

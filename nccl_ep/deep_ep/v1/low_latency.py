@@ -17,7 +17,6 @@ from ... import _C
 from ...checks import error_of, require_bools, require_on, require_tensors
 from ...errors import OverflowError, UsageError
 from ...events import EventOverlap, run_on_comm_stream
-from ...gradients import overwrite
 from ...pending import OpenSend
 from . import nvfp4
 from .low_latency_memory import WORDS, LowLatencyHandle, LowLatencyMemory
@@ -219,8 +218,6 @@ class LowLatencyMethods(LowLatencyMemory):
                     x, return_recv_hook, use_logfmt, packed_recv_count, comp_signal, block_m, threshold, num_sms,
                     src_signals, src_signal_expect_value,
                 )  # fmt: skip
-        if out is not None:
-            overwrite(out)
         try:
             combined, event, receive = _combine(
                 self, x, topk_idx, topk_weights, handle, use_logfmt, zero_copy, async_finish, return_recv_hook, out,
