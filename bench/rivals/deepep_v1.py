@@ -10,14 +10,16 @@ import torch.distributed as dist
 from ..operations import Operations
 from ..workload import Given, Shape
 from ..world import World
-from .interface import GIVEN_FP8, Rival, dequantized, quantized, require_rows, version_of
+from .interface import Rival, dequantized, require_rows, version_of
 
 ON_CPU = False
 _NVLINK_BYTES = 2_000_000_000
+_LAYOUTS = {"ll": ("expert_major",), "ht": ("flat",)}
+_DTYPES = {"ll": ("bf16", "fp8"), "ht": ("bf16", "given_fp8")}
 
 
 def layouts(mode: str, dtype: str) -> tuple[str, ...]:
-    return ("expert_major",) if mode == "ll" else ("flat",)
+    return _LAYOUTS[mode] if dtype in _DTYPES[mode] else ()
 
 
 class _DeepEP(Rival):
@@ -73,10 +75,8 @@ class Normal(_DeepEP):
 
     def check(self) -> None:
         shape, given, buffer = self.shape, self.given, self.buffer
-        fp8 = shape.quant is not None
-        x = quantized(given.x) if fp8 else given.x
-        if fp8:
-            self.note = GIVEN_FP8
+        fp8 = given.scales is not None
+        x = (given.x, given.scales) if fp8 else given.x
 
         def dispatch(most: int = shape.num_ranks * shape.tokens) -> Any:
             ranks, domains, experts, is_in_rank, _ = buffer.get_dispatch_layout(given.topk_idx, shape.num_experts)
@@ -87,9 +87,9 @@ class Normal(_DeepEP):
             )  # fmt: skip
 
         received, came, weights, _, handle, _ = dispatch(0)
-        sent = self.every("x")[self.here(self.every("topk_idx"))]
+        sent = torch.cat([self.plain(each) for each in self.all])[self.here(self.every("topk_idx"))]
         plain = dequantized(*received) if fp8 else received
-        require_rows("rows", plain, sent, 0.06 if fp8 else 0.0)
+        require_rows("rows", plain, sent)
         mine = torch.where(came >= 0, weights * self.factors()[self.experts.start :][came.clamp(min=0)], 0).sum(1)
         home = buffer.combine((plain.float() * mine[:, None]).bfloat16(), handle)[0]
         self.world.synchronize()

@@ -12,13 +12,13 @@ import torch
 from ..operations import Operations
 from ..workload import Given, Shape
 from ..world import World
-from .interface import GIVEN_FP8, Rival, dequantized, quantized, require_rows, version_of
+from .interface import Rival, dequantized, require_rows, version_of
 
 ON_CPU = False
 
 
 def layouts(mode: str, dtype: str) -> tuple[str, ...]:
-    return ("rank_major",)
+    return ("rank_major",) if dtype in ("bf16", "given_fp8") else ()
 
 
 class FlashInfer(Rival):
@@ -38,7 +38,7 @@ class FlashInfer(Rival):
         )  # fmt: skip
 
     def _sent(self, of: Given) -> tuple[torch.Tensor, ...]:
-        return (of.x,) if self.shape.quant is None else quantized(of.x)
+        return (of.x,) if of.scales is None else (of.x, of.scales)
 
     def _rows_to_combine(self) -> torch.Tensor:
         """[R, T, H] in the workspace."""
@@ -51,8 +51,6 @@ class FlashInfer(Rival):
         shape, ids = self.shape, self.given.topk_idx.int().contiguous()
         sent, ranks = self._sent(self.given), self.world.num_ranks
         payloads = [*sent, ids, self.given.weights.contiguous()]
-        if shape.quant is not None:
-            self.note = GIVEN_FP8
         rows, *scales, came, weights = self.exchange.dispatch(
             ids, payloads, shape.tokens, invalid_token_expert_id=-1, expert_id_payload_index=len(sent)
         )

@@ -12,13 +12,13 @@ from ..workload import Given, Shape
 from ..world import World
 
 _FP8_MAX, GROUP = 448.0, 128
-GIVEN_FP8 = "rows are FP8 already, quantised outside the timing"
 
 
 class Rival:
     """One system with one shape. A module of a rival has
 
-    - ``layouts(mode, dtype)``: those of its rows that are measured, none where it has no such operation;
+    - ``layouts(mode, dtype)``: those of its rows that are measured, none where it has no such operation. "fp8" is
+      quantised in dispatch, "given_fp8" is FP8 with scales of 128 elements before it;
     - ``make(world, shape, inputs)``: a Rival with the memory that it needs, and no more. Collective. ImportError and
       OSError where it is not installed, ``Skipped`` where it cannot run here;
     - ``ON_CPU``: whether it runs on CPU ranks.
@@ -35,8 +35,9 @@ class Rival:
     captures = True
 
     def __init__(self, world: World, shape: Shape, inputs: list[Given]) -> None:
+        """inputs: of all ranks, on this rank's device."""
         self.world, self.shape, self.device = world, shape, world.device
-        self.all = [each.to(world.device) for each in inputs]
+        self.all = inputs
         self.given = self.all[world.rank]
         self.ways: dict[str | None, Operations] = {}
         self.kernels: Mapping[str, str] = {}
@@ -63,6 +64,10 @@ class Rival:
         """bool [T]: tokens with an expert of this rank."""
         return (topk_idx // self.shape.num_local == self.world.rank).any(1)
 
+    def plain(self, of: Given) -> Tensor:
+        """What its rows stand for [T, H]: of FP8 with scales in float32."""
+        return of.x if of.scales is None else dequantized(of.x, of.scales)
+
     # ---- What goes home
 
     def factors(self) -> Tensor:
@@ -71,7 +76,8 @@ class Rival:
 
     def require_sum(self, y: Tensor) -> None:
         """Holds what came home from experts that multiply with ``factors``; sums of FP8 rows to 6 %."""
-        want = self.given.x.float() * (self.given.weights * self.factors()[self.given.topk_idx]).sum(1, keepdim=True)
+        applied = (self.given.weights * self.factors()[self.given.topk_idx]).sum(1, keepdim=True)
+        want = self.plain(self.given).float() * applied
         error = relative(y, want)
         if not error < (0.06 if self.shape.quant else 0.01):
             raise AssertionError(f"what came home differs by {error:.3g} of its length")

@@ -12,15 +12,17 @@ import torch
 from ..operations import Operations, chained
 from ..workload import Given, Shape
 from ..world import World
-from .interface import GIVEN_FP8, Rival, dequantized, quantized, require_rows, version_of
+from .interface import Rival, dequantized, require_rows, version_of
 
 ON_CPU = False
 _LAYOUTS = {"ll": ("expert_major", "rank_major"), "ht": ("flat",)}
+_DTYPES = {"ll": ("bf16", "fp8"), "ht": ("bf16", "given_fp8")}
+_kept: list[Any] = []  # what descriptions point to, of all configurations: windows of NCCL outlive them
 _BF16, _FP8 = torch.bfloat16, torch.float8_e4m3fn
 
 
 def layouts(mode: str, dtype: str) -> tuple[str, ...]:
-    return _LAYOUTS[mode]
+    return _LAYOUTS[mode] if dtype in _DTYPES[mode] else ()
 
 
 def _stream() -> int:
@@ -41,14 +43,11 @@ class _NcclEp(Rival):
         super().__init__(world, shape, inputs)
         self.ep: Any = ep
         self.version = str(ep.get_lib_version()) or version_of("nccl-extensions")
-        self._kept: list[Any] = []  # what descriptions point to
         self.comm = self._keep(get_nccl_comm_from_group())
         self.ids = self._tensor(self.given.topk_idx.contiguous())
-        self.x: torch.Tensor = self.given.x
-        self.x_scales: torch.Tensor | None = None
 
     def _keep(self, each: Any) -> Any:
-        self._kept.append(each)
+        _kept.append(each)
         return each
 
     def _tensor(self, of: torch.Tensor | None, **options: Any) -> Any:
@@ -81,6 +80,7 @@ class _NcclEp(Rival):
 class LowLatency(_NcclEp):
     def __init__(self, world: World, shape: Shape, inputs: list[Given]) -> None:
         super().__init__(world, shape, inputs)
+        self.kernels = {"dispatch": "ll_dispatch_kernel", "combine": "ll_combine_kernel"}
         self.group = self._group(algorithm=self.ep.Algorithm.LOW_LATENCY)
         by_expert = shape.layout == "expert_major"
         layout = self.ep.Layout.EXPERT_MAJOR if by_expert else self.ep.Layout.RANK_MAJOR
@@ -93,12 +93,12 @@ class LowLatency(_NcclEp):
         rows = self.new(*lead, shape.hidden, dtype=_FP8 if fp8 else _BF16)
         scales = self.new(*lead, shape.hidden // 128) if fp8 else None
         counts = self.new(lead[0], dtype=torch.int32)
-        weights, ids = self.new(*lead, shape.topk), self.new(*lead, shape.topk, dtype=torch.int32)
+        weights, ids = self.new(*lead, shape.topk), self.new(*lead, shape.topk, dtype=torch.int32).fill_(-1)
         back, home = self.new(*lead, shape.hidden, dtype=_BF16), self.new(tokens, shape.hidden, dtype=_BF16)
         given_weights = self._tensor(self.given.weights.contiguous())
         of_ranks = {} if by_expert else {"topk_weights": self._tensor(weights), "topk_idx": self._tensor(ids)}
         weighted = {} if by_expert else {"topk_weights": given_weights}
-        inputs = ep.DispatchInputs(tokens=self._tensor(self.x), **weighted)
+        inputs = ep.DispatchInputs(tokens=self._tensor(self.given.x), **weighted)
         outputs = ep.DispatchOutputs(
             tokens=self._tensor(rows), **of_ranks, **({"scales": self._tensor(scales)} if fp8 else {})
         )
@@ -108,7 +108,7 @@ class LowLatency(_NcclEp):
         config = ep.DispatchConfig(quantization_recipe=recipe.DS_FP8E3M4) if fp8 else None
         going = ep.CombineInputs(tokens=self._tensor(back))
         coming = ep.CombineOutputs(tokens=self._tensor(home), **({"topk_weights": given_weights} if by_expert else {}))
-        self._kept += [inputs, outputs, info, config, going, coming]
+        _kept.extend([inputs, outputs, info, config, going, coming])
 
         def dispatch() -> None:
             self.handle.dispatch(inputs, outputs, layout_info=info, config=config, stream=_stream())
@@ -144,9 +144,6 @@ class HighThroughput(_NcclEp):
     def __init__(self, world: World, shape: Shape, inputs: list[Given]) -> None:
         super().__init__(world, shape, inputs)
         ep = self.ep
-        if shape.quant is not None:
-            self.note = GIVEN_FP8
-            self.x, self.x_scales = quantized(self.given.x)
         self.most = shape.num_ranks * shape.tokens
         self.group = self._group(
             algorithm=ep.Algorithm.HIGH_THROUGHPUT, max_recv_tokens_per_rank=self.most, num_topk=shape.topk,
@@ -171,31 +168,31 @@ class HighThroughput(_NcclEp):
         return memory, self._tensor(memory, window=window, window_offset=0)
 
     def check(self) -> None:
-        shape, ep, fp8 = self.shape, self.ep, self.shape.quant is not None
+        shape, ep, given = self.shape, self.ep, self.given
         tokens, hidden, most = shape.tokens, shape.hidden, self.most
-        x, x_given = self._window(tokens, hidden, dtype=self.x.dtype)
-        x.copy_(self.x)
-        rows, rows_made = self._window(most, hidden, dtype=self.x.dtype)
+        x, x_given = self._window(tokens, hidden, dtype=given.x.dtype)
+        x.copy_(given.x)
+        rows, rows_made = self._window(most, hidden, dtype=given.x.dtype)
         back, back_given = self._window(most, hidden, dtype=_BF16)
         home, home_made = self._window(tokens, hidden, dtype=_BF16)
-        weights, ids = self.new(most, shape.topk), self.new(most, shape.topk, dtype=torch.int64)
+        weights, ids = self.new(most, shape.topk), self.new(most, shape.topk, dtype=torch.int64).fill_(-1)
         scales: torch.Tensor | None = None
         scales_given: dict[str, Any] = {}
         scales_made: dict[str, Any] = {}
-        if self.x_scales is not None:
+        if given.scales is not None:
             sent_scales, described = self._window(tokens, hidden // 128, dtype=torch.float32)
-            sent_scales.copy_(self.x_scales)
+            sent_scales.copy_(given.scales)
             scales, made = self._window(most, hidden // 128, dtype=torch.float32)
             scales_given, scales_made = {"scales": described}, {"scales": made}
         inputs = ep.DispatchInputs(
-            tokens=x_given, topk_weights=self._tensor(self.given.weights.contiguous()), **scales_given
+            tokens=x_given, topk_weights=self._tensor(given.weights.contiguous()), **scales_given
         )
         outputs = ep.DispatchOutputs(
             tokens=rows_made, topk_weights=self._tensor(weights), topk_idx=self._tensor(ids), **scales_made
         )
-        config = ep.DispatchConfig(quantization_recipe=ep.DispatchQuantizationRecipe.FWD) if fp8 else None
+        config = None if scales is None else ep.DispatchConfig(quantization_recipe=ep.DispatchQuantizationRecipe.FWD)
         going, coming = ep.CombineInputs(tokens=back_given), ep.CombineOutputs(tokens=home_made)
-        self._kept += [inputs, outputs, config, going, coming]
+        _kept.extend([inputs, outputs, config, going, coming])
 
         def cached() -> None:
             self.handle.dispatch(inputs, outputs, config=config, stream=_stream())
@@ -211,8 +208,8 @@ class HighThroughput(_NcclEp):
         self.world.synchronize()
         count = int(self.total)
         plain = rows[:count] if scales is None else dequantized(rows[:count], scales[:count])
-        sent = self.every("x")[self.here(self.every("topk_idx"))]
-        require_rows("rows", plain, sent, 0.06 if fp8 else 0.0)
+        sent = torch.cat([self.plain(each) for each in self.all])[self.here(self.every("topk_idx"))]
+        require_rows("rows", plain, sent)
         back[:count] = self.weighted_rows(plain, ids[:count], weights[:count])
         self.world.synchronize()
         self.world.gate.wait()

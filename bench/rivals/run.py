@@ -31,6 +31,7 @@ DESCRIPTION = f"""What is installed of {", ".join(NAMES)}, held against the toke
 A system is a module of bench.rivals, or one of your own, whose name has a dot."""
 _MODES: tuple[Mode, ...] = ("ll", "ht")
 _EAGER_TOKENS = (1, 128)  # of low latency
+_FIGURES = ("graph", "kernel", "event", "queued", "memory_total")
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -45,8 +46,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--preload", action="append", default=[], metavar="SYSTEM=FILE",
         help="a library that a system's processes load first (LD_PRELOAD), such as a newer NCCL; may be repeated",
     )  # fmt: skip
+    add(
+        "--limit", action="append", default=[], metavar="SYSTEM=SECONDS",
+        help="after so long a system's processes are ended, and what they have measured counts; may be repeated",
+    )  # fmt: skip
+    add("--figures", type=words(*_FIGURES), default=list(_FIGURES), help=f"list of {', '.join(_FIGURES)}")
     add("--picture", type=output, metavar="FILE", help="for the picture, PNG or SVG")
-    parser.set_defaults(alignment=1)
+    parser.set_defaults(alignment=1, dtype=["bf16", "fp8", "given_fp8"])
     options = parse_device(parser, argv)
     if options.device == "cpu" and "--device" not in " ".join(argv):
         parser.error("the systems need GPUs, and there is none here. --device cpu tries those that can do without")
@@ -61,7 +67,18 @@ def parse(argv: list[str]) -> argparse.Namespace:
         system, _, file = each.partition("=")
         if system not in options.systems or not Path(file).is_file():
             parser.error(f"--preload {each}: must be one of --systems, and a file")
+    for each in options.limit:
+        system, _, seconds = each.partition("=")
+        if system not in options.systems or not _seconds(seconds) > 0:
+            parser.error(f"--limit {each}: must be one of --systems, and seconds")
     return options
+
+
+def _seconds(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0
 
 
 def module_of(system: str) -> Any:
@@ -102,7 +119,7 @@ class _Rank:
         try:
             if reason:
                 raise Skipped(reason)
-            inputs = self.world.together(lambda: make_inputs(shape))
+            inputs = self.world.together(lambda: [each.to(self.world.device) for each in make_inputs(shape)])
             free = self._free()
             rival = self.world.together(lambda: self._made(shape, inputs))
             lost = free - self._free()
@@ -112,7 +129,7 @@ class _Rank:
                        skipped=str(error))  # fmt: skip
             return
         common |= {"version": rival.version} | ({"note": rival.note} if rival.note else {})
-        if lost > 0:
+        if lost > 0 and "memory_total" in self.options.figures:
             self._note(common, op="pair", figure="memory_total", value=round(lost / 1e6, 1), unit="MB")
         self._measure(rival, shape, common)
         self.world.together(rival.close)
@@ -140,16 +157,18 @@ class _Rank:
                 self._on_device(rival, way, effort, fields)
             if shape.mode == "ht" or shape.tokens in _EAGER_TOKENS or not self.world.is_cuda:
                 for figure, times in (("event", measure.event_times), ("queued", measure.queued_times)):
+                    if figure not in self.options.figures:
+                        continue
                     self._timed(lambda t=times, w=way: t(self.world, w.get("pair"), effort), fields, "pair", figure)
 
     def _on_device(self, rival: Rival, way: Operations, effort: Effort, fields: Record) -> None:
         if not self.world.is_cuda:
             return
-        if rival.captures:
+        if rival.captures and "graph" in self.options.figures:
             for op in way.calls:
                 call = way.in_graph(op)
                 self._timed(lambda c=call: measure.graph_times(self.world, c, effort), fields, op, "graph")
-        if not rival.kernels:
+        if not rival.kernels or "kernel" not in self.options.figures:
             return
         try:
             found = self.world.together(
@@ -218,13 +237,15 @@ def _of_system(options: argparse.Namespace, argv: list[str], system: str, path: 
         return [_absent(options, system, "needs GPUs")]
     records.save(path, [])
     left = options.time_limit - (time.monotonic() - begin)
+    own = _seconds(dict(each.split("=", 1) for each in options.limit).get(system, "inf"))
     settings = dict(each.split("=", 1) for each in options.preload).get(system)
     environment = {"LD_PRELOAD": ":".join(filter(None, [settings, os.environ.get("LD_PRELOAD")]))} if settings else {}
     more = ["--systems", system, "--json", str(path), "--time-limit", str(left)]
     reason = "the time limit left no time for it"
     if left > 0:
-        command = ["rivals", *_without_preloads(argv), "--device", options.device, *more]
-        reason = Launcher(options.ranks).run("bench", command, environment, time.monotonic() + left + GRACE_SECONDS)
+        command = ["rivals", *_of_ranks(argv), "--device", options.device, *more]
+        deadline = time.monotonic() + min(left + GRACE_SECONDS, own)
+        reason = Launcher(options.ranks).run("bench", command, environment, deadline)
     found = records.load([path])
     if reason:
         print(f"{system}: {reason}", file=sys.stderr, flush=True)
@@ -232,13 +253,14 @@ def _of_system(options: argparse.Namespace, argv: list[str], system: str, path: 
     return found
 
 
-def _without_preloads(argv: list[str]) -> list[str]:
-    """They are of the process that starts ranks."""
+def _of_ranks(argv: list[str]) -> list[str]:
+    """Without preloads and limits, which are of the process that starts ranks."""
+    mine = ("--preload", "--limit")
     kept, skip = [], False
     for each in argv:
-        if not skip and not each.startswith("--preload"):
+        if not skip and not each.startswith(mine):
             kept.append(each)
-        skip = each == "--preload"
+        skip = each in mine
     return kept
 
 
@@ -257,4 +279,5 @@ def _run_rank(options: argparse.Namespace) -> int:
         _Rank(world, options, options.systems[0]).run()
     finally:
         world.close()
-    return 0
+    sys.stdout.flush()
+    os._exit(0)  # what other libraries do at the end of a process is none of what was measured

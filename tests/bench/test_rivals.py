@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -76,8 +77,79 @@ def test_preloads_are_files_of_systems(capsys: pytest.CaptureFixture[str], tmp_p
         with pytest.raises(SystemExit):
             run.parse(["--device", "cpu", "--preload", wrong])
         assert f"--preload {wrong}: must be one of --systems, and a file" in capsys.readouterr().err
-    given = ["--quick", "--preload", "a=b", "--preload=c=d", "--seed", "3"]
-    assert run._without_preloads(given) == ["--quick", "--seed", "3"]
+    given = ["--quick", "--preload", "a=b", "--preload=c=d", "--limit", "e=5", "--limit=f=6", "--seed", "3"]
+    assert run._of_ranks(given) == ["--quick", "--seed", "3"]
+
+
+def test_limits_are_seconds_of_systems(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.parse(["--device", "cpu", "--limit", "flashinfer=7.5"]).limit == ["flashinfer=7.5"]
+    for wrong in ("nobodys=5", "flashinfer=soon", "flashinfer=0", "flashinfer=nan", "flashinfer"):
+        with pytest.raises(SystemExit):
+            run.parse(["--device", "cpu", "--limit", wrong])
+        assert f"--limit {wrong}: must be one of --systems, and seconds" in capsys.readouterr().err
+
+
+def test_a_system_ends_at_its_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What it has measured counts, and the others have the whole time."""
+    given: dict[str, float] = {}
+
+    class Ended:
+        def __init__(self, num_ranks: int) -> None:
+            self.num_ranks = num_ranks
+
+        def run(self, module: str, argv: list[str], settings: dict[str, str], deadline: float) -> str:
+            assert "--limit" not in argv
+            of_ranks = run.parse(argv[1:])
+            (system,) = of_ranks.systems
+            given[system] = deadline - time.monotonic()
+            common = run._common(options, system, shape(), "cpu")
+            records.save(of_ranks.json, [records.make(common, op="pair", figure="event", value=1.0)])
+            return "the time limit ended rank 0, 1"
+
+    monkeypatch.setattr(run, "Launcher", Ended)
+    path = tmp_path / "found.json"
+    argv = ["--device", "cpu", "--systems", "nccl_ep,torch_all_to_all", "--limit", "torch_all_to_all=7"]
+    options = run.parse([*argv, "--json", str(path)])
+    assert run.main([*argv, "--json", str(path)]) == 1  # ours was not whole
+    assert given["torch_all_to_all"] == pytest.approx(7, abs=1) and given["nccl_ep"] > options.time_limit
+    found = records.load([path])
+    assert [(each["system"], each["value"], each.get("skipped")) for each in found] == [
+        (system, *rest)
+        for system in ("nccl_ep", "torch_all_to_all")
+        for rest in ((1.0, None), (None, "the time limit ended rank 0, 1"))
+    ]
+
+
+def test_operations_that_systems_have() -> None:
+    """Rows that dispatch quantises, and rows that are FP8 before, are two operations."""
+    has = {
+        ("flashinfer", "ll"): {"bf16", "given_fp8"}, ("flashinfer", "ht"): {"bf16", "given_fp8"},
+        ("nccl_ep_nvidia", "ll"): {"bf16", "fp8"}, ("nccl_ep_nvidia", "ht"): {"bf16", "given_fp8"},
+        ("deepep_v1", "ll"): {"bf16", "fp8"}, ("deepep_v1", "ht"): {"bf16", "given_fp8"},
+        ("nccl_ep", "ll"): {"bf16", "fp8", "given_fp8"}, ("nccl_ep", "ht"): {"bf16", "fp8", "given_fp8"},
+        ("torch_all_to_all", "ll"): {"bf16", "fp8", "given_fp8"},
+    }  # fmt: skip
+    for (system, mode), dtypes in has.items():
+        layouts = run.module_of(system).layouts
+        assert {each for each in ("bf16", "fp8", "given_fp8") if layouts(mode, each)} == dtypes, (system, mode)
+    assert run.parse(["--device", "cpu"]).dtype == ["bf16", "fp8", "given_fp8"]
+
+
+def test_rows_that_are_fp8_already(tmp_path: Path) -> None:
+    """Held against the tokens by ours and torch's."""
+    path = tmp_path / "found.json"
+    done = bench(
+        "--device", "cpu", "--systems", "nccl_ep,torch_all_to_all", "--dtype", "given_fp8", "--tokens", "3",
+        "--figures", "event", "--json", str(path),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = records.load([path])
+    assert all(each["value"] is not None and each["dtype"] == "given_fp8" for each in found), found
+    assert {each["figure"] for each in found} == {"event"}
+    assert {(each["system"], each["bench"]) for each in found} == {
+        (system, mode) for system in ("nccl_ep", "torch_all_to_all") for mode in ("ll", "ht")
+    }
+    assert {each["api"] for each in found if each["system"] == "nccl_ep"} == {"native", "ops"}
 
 
 def rival(rank: int = 0, **changes: Any) -> interface.Rival:
@@ -103,6 +175,11 @@ def test_wrong_rows_and_sums_are_seen() -> None:
     one.require_sum(y.bfloat16())
     with pytest.raises(AssertionError, match="what came home differs"):
         one.require_sum(one.given.x.float() * one.given.weights.sum(1, keepdim=True))
+    fp8 = rival(dtype="given_fp8", hidden=384)
+    y = fp8.plain(fp8.given) * (fp8.given.weights * fp8.factors()[fp8.given.topk_idx]).sum(1, keepdim=True)
+    fp8.require_sum(y.bfloat16())
+    with pytest.raises(AssertionError, match="what came home differs"):  # without its scales
+        fp8.require_sum(fp8.given.x.float() * y / fp8.plain(fp8.given))
 
 
 def test_rows_of_fp8_are_those_of_their_scales() -> None:
