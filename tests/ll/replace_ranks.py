@@ -37,7 +37,7 @@ _MOST_SECONDS = 0.02  # from the beginning of a round to the death in it
 _REPLAYS = 20  # of a round on a GPU
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "nccl_ep", "tests.ll.replace_ranks"])
+_context.set_forkserver_preload(["torch", "torch.distributed", "nccl_ep", "nccl_ep.reference"])
 
 
 @dataclass(frozen=True)

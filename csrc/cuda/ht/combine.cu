@@ -25,7 +25,7 @@ HtPlan plan_of(const HtCombineParams& p, int, const Arch& arch) {
   const HtWork work{.copies = HtCombineGeometry::stages(p),
                     .adds = has_expert_rows(p.output.layout),
                     .encodes = is_block_format(p.options.wire_dtype) && p.offsets.topology.num_domains() == 1};
-  const Arch own = p.options.num_sms == 0 ? arch.with_sms(default_ht_sms(work, arch)) : arch;
+  const Arch own = p.options.num_sms == 0 ? arch.with_sms(default_ht_sms(work, p.shape.num_ranks, arch)) : arch;
   return tuned("EP_PLAN_HC", plan_ht_combine(work, p.shape.num_ranks, own));
 }
 

@@ -24,6 +24,7 @@ namespace {
 HtWork work_of(const HtDispatchParams& p, const HtSendGeometry& shapes) {
   return {.converts = p.options.quant != Quant::kNone,
           .copies = shapes.has_copies(p.output.layout),
+          .stores = true,
           .repeats = has_expert_rows(p.output.layout)};
 }
 
@@ -32,7 +33,7 @@ HtWork work_of(const HtDispatchParams& p, const HtSendGeometry& shapes) {
 Launch<HtDispatchParams> launch_of(const HtDispatchParams& p, int, const Arch& arch) {
   const HtSendGeometry shapes = HtSendGeometry::shapes_of(p, arch.stage_bytes());
   const HtWork work = work_of(p, shapes);
-  const int own_sms = p.options.num_sms == 0 ? default_ht_sms(work, arch, p.shape.num_ranks <= 2) : arch.num_sms;
+  const int own_sms = p.options.num_sms == 0 ? default_ht_sms(work, p.shape.num_ranks, arch) : arch.num_sms;
   const HtPlan plan =
       tuned("EP_PLAN_HD", plan_ht_dispatch(shapes.stage_bytes, work, p.shape.num_ranks, arch.with_sms(own_sms)));
   HtPlan largest = plan;  // whether it is served depends on no number of SMs

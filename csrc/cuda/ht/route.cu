@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(kRouteThreads, 1)
 }  // namespace ht
 
 HtPlan plan_of(const HtRouteParams& p, int, const Arch& arch) {
-  const Arch own = p.options.num_sms > 0 ? arch : arch.with_sms(default_ht_sms({}, arch));
+  const Arch own = p.options.num_sms > 0 ? arch : arch.with_sms(default_ht_sms({}, p.shape.num_ranks, arch));
   return tuned("EP_PLAN_HR", plan_ht_route(own));
 }
 

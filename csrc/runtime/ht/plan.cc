@@ -86,9 +86,12 @@ HtPlan plan_ht_combine(HtWork work, int num_ranks, const Arch& arch) {
   return plan;
 }
 
-int default_ht_sms(HtWork work, const Arch& arch, bool stores_to_few) {
+int default_ht_sms(HtWork work, int num_ranks, const Arch& arch) {
   if (work.encodes) return arch.num_sms;  // conversion takes longer than the wire, on any number of SMs
-  return std::min(work.converts || work.copies ? 32 : stores_to_few ? 16 : 12, arch.num_sms);
+  const bool are_few = num_ranks <= 2;
+  const int copying = are_few && work.copies && (work.repeats || work.adds) ? 48 : 32;
+  const int moving = are_few && work.stores ? 16 : 12;
+  return std::min(work.converts || work.copies ? copying : moving, arch.num_sms);
 }
 
 std::string describe(const HtPlan& plan) {

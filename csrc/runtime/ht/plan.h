@@ -29,6 +29,7 @@ struct HtWork {
   bool converts = false, copies = false;
   bool adds = false;     // combine: what it copies are sums
   bool encodes = false;  // combine: sums travel in blocks of fewer bytes, within one domain
+  bool stores = false;   // dispatch: rows are stored at other ranks
   bool repeats = false;  // dispatch: it copies a row for each choice
 };
 
@@ -41,9 +42,9 @@ HtPlan plan_ht_dispatch(int stage_bytes, HtWork work, int num_ranks, const Arch&
 // `work.copies`: before others read the rows.
 HtPlan plan_ht_combine(HtWork work, int num_ranks, const Arch& arch);
 
-// Blocks of an operation whose caller names none: the fewest that fill the links. `stores_to_few`: a dispatch of two
-// ranks, where half of what a block can store goes to its own rank.
-int default_ht_sms(HtWork work, const Arch& arch, bool stores_to_few = false);
+// Blocks of an operation whose caller names none: the fewest that fill the links. Between two ranks half of what a
+// block can store or add up is its own rank's.
+int default_ht_sms(HtWork work, int num_ranks, const Arch& arch);
 
 std::string describe(const HtPlan& plan);
 

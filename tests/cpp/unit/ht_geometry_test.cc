@@ -229,13 +229,17 @@ TEST(HtPlan, FitsTheKernelsLimits) {
       EXPECT_LE(plan.warps * HtCombineGeometry::kRingBytes, plan.shared_bytes);
     }
   }
-  EXPECT_EQ(default_ht_sms({}, sm_90()), 12);
-  EXPECT_EQ(default_ht_sms({}, sm_90(), true), 16);
-  EXPECT_EQ(default_ht_sms({.copies = true}, sm_90(), true), 32);
-  EXPECT_EQ(default_ht_sms({.converts = true}, sm_90()), 32);
-  EXPECT_EQ(default_ht_sms({.copies = true}, sm_90()), 32);
-  EXPECT_EQ(default_ht_sms({.copies = true}, sm_90(8)), 8);
-  EXPECT_EQ(default_ht_sms({.copies = true, .encodes = true}, sm_90()), 132);
+  for (int ranks : {2, 4}) {
+    const bool are_few = ranks == 2;
+    EXPECT_EQ(default_ht_sms({}, ranks, sm_90()), 12);
+    EXPECT_EQ(default_ht_sms({.stores = true}, ranks, sm_90()), are_few ? 16 : 12);
+    EXPECT_EQ(default_ht_sms({.converts = true, .stores = true}, ranks, sm_90()), 32);
+    EXPECT_EQ(default_ht_sms({.copies = true}, ranks, sm_90()), 32);
+    EXPECT_EQ(default_ht_sms({.copies = true, .stores = true, .repeats = true}, ranks, sm_90()), are_few ? 48 : 32);
+    EXPECT_EQ(default_ht_sms({.copies = true, .adds = true}, ranks, sm_90()), are_few ? 48 : 32);
+    EXPECT_EQ(default_ht_sms({.copies = true}, ranks, sm_90(8)), 8);
+    EXPECT_EQ(default_ht_sms({.copies = true, .encodes = true}, ranks, sm_90()), 132);
+  }
 }
 
 }  // namespace
