@@ -27,6 +27,7 @@ from tests.nvidia.tokens import (
     tokens_of,
     weighted_sum,
 )
+from tests.support.ranks import DEVICE
 
 BF16 = torch.bfloat16
 
@@ -279,7 +280,7 @@ def test_what_is_sent_alone_is_checked_before() -> None:
         ),
         (
             lambda h, o: h.update(Tensor(tokens_of(0).ids.to("meta")), stream=0),
-            "topk_idx is on meta, its group on cpu",
+            f"topk_idx is on meta, its group on {DEVICE}",
         ),
         (lambda h, o: Tensor(torch.eye(2).to_sparse()), "buffer is a torch.sparse_coo tensor of torch.float32"),
     ],
