@@ -209,7 +209,7 @@ def _rank(rank: int, size: int, deaths: int, port: int, numbers: list[int], opti
     torch.set_num_threads(1)
     device = torch.device("cpu")
     if ranks.device_type(options) == "cuda":
-        device = torch.device("cuda", rank)
+        device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     store = dist.TCPStore("localhost", port, is_master=False)
     world = Ranks(rank, size, device, experts=nccl_ep.StoreGroup(store, rank=rank, size=size), replicas=None)

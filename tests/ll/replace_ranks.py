@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 import nccl_ep
+from bench.records import revision, today
 from nccl_ep import reference
 from tests.ll.mask_ranks import CaseOf
 from tests.support.cases import Case
@@ -259,7 +260,7 @@ def main(num_ranks: int, seconds: float, device: str) -> None:
     kinds = ("descriptors", "threads", "free_bytes")
     report = {
         "what": "ranks that are killed while graphs replay, and replaced", "ranks": num_ranks,
-        "device": torch.cuda.get_device_name(0) if device == "cuda" else "cpu",
+        "device": torch.cuda.get_device_name(0) if device == "cuda" else "cpu", "revision": revision(), "date": today(),
         "replaced": len(joined), "seconds_to_join": joined,
         "most_seconds_to_join": max(joined, default=None),
         "rank_0": [{kind: each[kind] for kind in kinds} for each in survivor],
