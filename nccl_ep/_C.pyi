@@ -234,6 +234,7 @@ class GroupConfig:
         max_experts: int,
         made_with: str,
         is_elastic: bool,
+        uses_cumem: bool,
     ) -> None: ...
 
 class Group:

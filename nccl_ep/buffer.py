@@ -27,7 +27,7 @@ from .checks import (
     require_timeout,
     require_within,
 )
-from .choices import LlNetwork, Mode, OnInvalidIds, OnOverflow
+from .choices import LlNetwork, Mode, OnInvalidIds, OnOverflow, Window
 from .errors import UsageError
 from .log import logger
 from .marks import mark_seq
@@ -84,6 +84,9 @@ class Buffer:
             hands it out there; "mesh" sends it to each rank itself. "auto" is the mesh with ``enable_shrink``, and
             where a rank has at most 64 KiB of rows to send and the other domains have at most 8 ranks; else the rail.
             ``stats()`` says which. Bits are the same; CPU ranks take no notice of it. The same on all ranks.
+        window: what makes the windows of GPUs: "nccl", or "cumem", CUDA's virtual memory, for the GPUs of one machine:
+            no communicator is made, which takes more memory than low latency itself (docs/performance.md#memory).
+            Elastic buffers have it anyway, and CPU ranks take no notice of it. The same on all ranks.
         network_seed: for tests: delays and reorders what crosses between domains, of CPU ranks and on one GPU.
         name: by which ops find the buffer; unique in the process, made up by default.
 
@@ -111,6 +114,7 @@ class Buffer:
         on_invalid_ids: OnInvalidIds = "raise",
         domain_size: int | None = None,
         ll_network: LlNetwork = "auto",
+        window: Window = "nccl",
         network_seed: int | None = None,
         name: str | None = None,
         _room: Room | None = None,
@@ -120,6 +124,7 @@ class Buffer:
         _require_elastic(rendezvous, elastic, join)
         require_one_of(("count", "raise"), on_overflow=on_overflow, on_invalid_ids=on_invalid_ids)
         require_one_of(get_args(LlNetwork), ll_network=ll_network)
+        require_one_of(get_args(Window), window=window)
         require_within(0, _MAX_UINT64, network_seed=0 if network_seed is None else network_seed)
         require_int32(domain_size=0 if domain_size is None else domain_size)
         require_seconds(timeout=timeout)
@@ -138,6 +143,7 @@ class Buffer:
         self._claims: dict[str, Any] = {
             "domain_size": domain_size or 0, "network_seed": network_seed or 0, "ll_network": ll_network,
             "raises_invalid_ids": on_invalid_ids == "raise", "is_elastic": bool(elastic),
+            "uses_cumem": window == "cumem",
         }  # fmt: skip
         self._room, self._mode = room, room.mode
         self._comm_stream: Any = None

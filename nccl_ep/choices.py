@@ -11,5 +11,6 @@ WireFormat: TypeAlias = Literal["fp8", "logfmt"]  # of partial sums alone
 Exact: TypeAlias = Literal["exact"]
 Weighting: TypeAlias = Literal["dispatch"]
 LlNetwork: TypeAlias = Literal["auto", "rail", "mesh"]
+Window: TypeAlias = Literal["nccl", "cumem"]  # what makes a buffer's windows
 OnOverflow: TypeAlias = Literal["count", "raise"]
 OnInvalidIds: TypeAlias = Literal["count", "raise"]

@@ -92,6 +92,7 @@ Agreement Group::agreement_of(const GroupConfig& config, int num_ranks) {
   agreement.add("the bytes of the arena", config.ht_sizes.arena_bytes);
   agreement.add("whether late ranks are masked", config.masks_late_ranks ? 1 : 0);
   agreement.add("whether ranks can be replaced (elastic)", config.is_elastic ? 1 : 0);
+  agreement.add("what windows are made by (window)", config.uses_cumem ? "cuMem" : "NCCL");
   agreement.add("low latency's way between domains (ll_network)", name_of(config.ll_network));
   return agreement;
 }

@@ -30,6 +30,7 @@ struct GroupConfig {
   int max_experts = 0;              // that a call may have; 0: as many as there is room for
   std::string made_with;            // for errors: the sizes that the caller gave, as "name=value, name=value"
   bool is_elastic = false;          // a rank that has gone can be replaced; has masks, and low latency alone
+  bool uses_cumem = false;          // GPUs: windows that stand on no communicator, as those of elastic buffers do
   int joins_world_of = 0;           // > 0: this rank takes the place of such a one, in a world of so many ranks
   int device_index = -1;            // CUDA device; -1: the CPU
   bool has_rail = false;            // several domains are GPUs, whose kernels cross them

@@ -134,7 +134,7 @@ GroupConfig make_config(int device_index, int domain_size, uint64_t tagged_bytes
                         uint64_t combine_row_bytes, uint64_t unweighted_row_bytes, double timeout_seconds,
                         uint64_t network_seed, const std::array<uint64_t, 6>& ht_sizes, bool masks_late_ranks,
                         const std::string& ll_network, bool raises_invalid_ids, int max_experts,
-                        const std::string& made_with, bool is_elastic) {
+                        const std::string& made_with, bool is_elastic, bool uses_cumem) {
   GroupConfig config;
   config.ht_sizes = ht_sizes_of(ht_sizes);
   config.device_index = device_index;
@@ -151,6 +151,7 @@ GroupConfig make_config(int device_index, int domain_size, uint64_t tagged_bytes
   config.max_experts = max_experts;
   config.made_with = made_with;
   config.is_elastic = is_elastic;
+  config.uses_cumem = uses_cumem;
   return config;
 }
 
@@ -360,7 +361,7 @@ void define_group(py::module_& m) {
            py::arg("tagged_bytes"), py::arg("dispatch_row_bytes"), py::arg("combine_row_bytes"),
            py::arg("unweighted_row_bytes"), py::arg("timeout_seconds"), py::arg("network_seed"), py::arg("ht_sizes"),
            py::arg("masks_late_ranks"), py::arg("ll_network"), py::arg("raises_invalid_ids"), py::arg("max_experts"),
-           py::arg("made_with"), py::arg("is_elastic"));
+           py::arg("made_with"), py::arg("is_elastic"), py::arg("uses_cumem"));
   py::class_<NamedGroup>(m, "Group")
       .def(py::init<std::string, int, int, py::function, const GroupConfig&, const std::vector<int>&>(),
            py::arg("name"), py::arg("rank"), py::arg("num_ranks"), py::arg("allgather"), py::arg("config"),

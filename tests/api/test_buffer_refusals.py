@@ -145,6 +145,7 @@ def test_a_handle_of_another_buffer_is_refused() -> None:
         ({"domain_size": 3}, "1 ranks do not divide into domains of 3"),
         ({"domain_size": -1}, "1 ranks do not divide into domains of -1"),
         ({"on_overflow": "ignore"}, "on_overflow is 'ignore', must be"),
+        ({"window": "cuda"}, 'window is \'cuda\', must be "nccl" or "cumem"'),
         ({"ll_network": "star"}, 'll_network is \'star\', must be "auto", "rail" or "mesh"'),
         ({"device": "meta"}, "device is meta, must be cpu or cuda"),
         ({"max_tokens": 1 << 31}, "max_tokens is 2147483648, beyond 32 bits"),

@@ -154,6 +154,7 @@ def test_a_combine_that_brings_gradients_of_weights_is_another_call() -> None:
         ("topk", (2, 9), r"topk: rank {0} has {1}, rank {2} has {3}; were buffers made in the same order"),
         ("mode", ("ll", "auto"), r"mode: rank {0} has {1}, rank {2} has {3}; were buffers made in the same order"),
         ("ll_network", ("rail", "mesh"), r"low latency's way between domains \(ll_network\): rank {0} has {1}"),
+        ("window", ("nccl", "cumem"), r"what windows are made by \(window\): rank {0} has "),
     ],
 )
 def test_disagreement_when_the_buffer_is_made(name: str, values: tuple[Any, Any], text: str) -> None:

@@ -388,6 +388,7 @@ def _refused(call: Callable[[], Any]) -> set[str]:
         (choices.LayoutName, lambda s: s.dispatch(layout="?")),
         (choices.QuantName, lambda s: s.dispatch(quant="?")),
         (choices.LlNetwork, lambda s: make(ll_network="?")),
+        (choices.Window, lambda s: make(window="?")),
         (choices.OnOverflow, lambda s: make(on_overflow="?")),
         (choices.OnInvalidIds, lambda s: make(on_invalid_ids="?")),
     ],
@@ -413,7 +414,7 @@ def test_a_type_checker_knows_the_words_beside_other_types(scene: Scene) -> None
         (nccl_ep.dispatch_cached, "quant"),
         (nccl_ep.combine, "weights wire_dtype"),
         (nccl_ep.combine_send, "weights wire_dtype"),
-        (nccl_ep.Buffer.__init__, "on_overflow on_invalid_ids ll_network"),
+        (nccl_ep.Buffer.__init__, "on_overflow on_invalid_ids ll_network window"),
         (nccl_ep.Buffer.for_shapes, "mode"),
     ],
 )

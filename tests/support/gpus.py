@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 import torch
 
+import nccl_ep
 from nccl_ep import _C
 from tests.support import failures as failures  # is in force where it is imported
 
 TEST_ALL = bool(os.environ.get("NCCL_EP_TEST_ALL"))
 NUM_GPUS = torch.cuda.device_count() if _C.has_cuda() and torch.cuda.is_available() else 0
 NUM_SMS = (4, 12, 132)
+# Of all buffers of GPU tests that name no other.
+nccl_ep.Buffer.__init__.__kwdefaults__["window"] = os.environ.get("NCCL_EP_TEST_WINDOW", "nccl")
 # NCCL 2.30 and newer, and this library, let ranks of several processes share a GPU.
 SHARED_GPUS = NUM_GPUS > 0 and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
 WORLDS = [ranks for ranks in (2, 3, 4, 8) if ranks <= max(NUM_GPUS, 4 if SHARED_GPUS else 2)]  # in processes

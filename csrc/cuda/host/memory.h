@@ -7,7 +7,7 @@
 #include <atomic>
 #include <memory>
 
-#include "cuda/host/elastic_window.h"
+#include "cuda/host/cumem_window.h"
 #include "cuda/host/network_path.h"
 #include "cuda/host/one_gpu_world.h"
 #include "cuda/protocol/device_state.h"
@@ -46,7 +46,7 @@ struct Memory {
   char* own_window = nullptr;  // a world of one rank
   std::shared_ptr<OneGpuWorld> world;
   std::unique_ptr<NcclWindow> nccl_window;
-  std::unique_ptr<ElasticWindow> elastic_window;
+  std::unique_ptr<CumemWindow> cumem_window;
   std::unique_ptr<NetworkPath> network;  // between the window and those of other domains
 
   Memory() = default;
@@ -56,7 +56,7 @@ struct Memory {
   ~Memory() {
     network.reset();
     nccl_window.reset();
-    elastic_window.reset();
+    cumem_window.reset();
     world.reset();
     cudaFree(own_window);
     cudaFree(state);

@@ -39,6 +39,8 @@ void make_nccl_window(Bootstrap& bootstrap, Memory& memory, const Topology& topo
 
 void check_domains(const Topology& topology, const GroupConfig& config) {
   if (topology.num_domains() == 1) return;
+  EP_CHECK(!config.uses_cumem, "window is \"cumem\", and the ranks are in ", topology.num_domains(),
+           " NVLink domains: windows of cuMem serve one machine");
   const bool has_rail = config.ll_network == LlNetwork::kRail && topology.domain_size > 1;
   EP_CHECK(!config.masks_late_ranks || !has_rail, "late ranks cannot be masked over the rail between ",
            topology.num_domains(),
@@ -63,13 +65,13 @@ void join_network(Bootstrap& bootstrap, const Topology& topology, const Window& 
 void make_window(Bootstrap& bootstrap, Memory& memory, const Topology& topology, uint64_t bytes,
                  const GpuIdentity& identity, const GroupConfig& config) {
   const bool is_on_one_gpu = is_world_on_one_gpu(bootstrap, identity);
-  if (config.is_elastic) {
+  if (config.is_elastic || (config.uses_cumem && bootstrap.num_ranks() > 1)) {
     EP_CHECK_USAGE(!is_on_one_gpu || bootstrap.num_ranks() == 1, "all ranks use one GPU, ", identity.address,
-                   ": those of an elastic buffer have one each");
+                   ": those whose windows are of cuMem have one each");
     const double seconds = std::max(config.timeout_seconds, kMinSetupSeconds);
-    memory.elastic_window =
-        std::make_unique<ElasticWindow>(bootstrap, memory.device, topology.num_ranks, bytes, seconds);
-    memory.peers = memory.elastic_window->peers();
+    memory.cumem_window =
+        std::make_unique<CumemWindow>(bootstrap, memory.device, topology.num_ranks, bytes, seconds);
+    memory.peers = memory.cumem_window->peers();
   } else if (bootstrap.num_ranks() == 1) {
     EP_CUDA(cudaMalloc(reinterpret_cast<void**>(&memory.own_window), bytes));
     memory.peers = {memory.own_window, bytes, 0};
@@ -104,7 +106,7 @@ void replace_rank(Bootstrap& bootstrap, Memory& memory, const Window& window, in
     clean_window_but_credits(memory, window);
   });
   is_world_on_one_gpu(bootstrap, identity);
-  memory.elastic_window->replace(bootstrap, rank, seconds);
+  memory.cumem_window->replace(bootstrap, rank, seconds);
   on_all_ranks(bootstrap, [] {});
 }
 

@@ -13,15 +13,15 @@
 
 namespace ep {
 
-class ElasticWindow {
+class CumemWindow {
  public:
   // Collective among those who meet, of a world of so many ranks, on the current device. Where the others would be
   // there is memory that nobody reads.
-  ElasticWindow(Bootstrap& bootstrap, int device, int num_ranks, uint64_t bytes, double seconds);
+  CumemWindow(Bootstrap& bootstrap, int device, int num_ranks, uint64_t bytes, double seconds);
   // Local: a peer's mapping of this memory outlives it. The device must be done with the window.
-  ~ElasticWindow();
-  ElasticWindow(const ElasticWindow&) = delete;
-  ElasticWindow& operator=(const ElasticWindow&) = delete;
+  ~CumemWindow();
+  CumemWindow(const CumemWindow&) = delete;
+  CumemWindow& operator=(const CumemWindow&) = delete;
 
   // `rank` makes its window. Collective among those who meet. The device must be idle.
   void replace(Bootstrap& bootstrap, int rank, double seconds);

@@ -1,4 +1,4 @@
-#include "cuda/host/elastic_window.h"
+#include "cuda/host/cumem_window.h"
 
 #include <memory>
 
@@ -30,7 +30,7 @@ CUmemAllocationProp properties_of(int device) {
 
 }  // namespace
 
-ElasticWindow::ElasticWindow(Bootstrap& bootstrap, int device, int num_ranks, uint64_t bytes, double seconds)
+CumemWindow::CumemWindow(Bootstrap& bootstrap, int device, int num_ranks, uint64_t bytes, double seconds)
     : device_(device), piece_bytes_(num_ranks) {
   peers_.rank = bootstrap.own_rank();
   try {
@@ -62,9 +62,9 @@ ElasticWindow::ElasticWindow(Bootstrap& bootstrap, int device, int num_ranks, ui
   }
 }
 
-ElasticWindow::~ElasticWindow() { release(); }
+CumemWindow::~CumemWindow() { release(); }
 
-void ElasticWindow::replace(Bootstrap& bootstrap, int rank, double seconds) {
+void CumemWindow::replace(Bootstrap& bootstrap, int rank, double seconds) {
   std::unique_ptr<DescriptorMail> mail;
   const auto addresses = gather_from_steps(
       bootstrap,
@@ -90,7 +90,7 @@ void ElasticWindow::replace(Bootstrap& bootstrap, int rank, double seconds) {
   });
 }
 
-void ElasticWindow::allocate(int num_ranks, uint64_t bytes) {
+void CumemWindow::allocate(int num_ranks, uint64_t bytes) {
   const CUmemAllocationProp properties = properties_of(device_);
   size_t granularity = 0;
   check_driver(driver().mem_get_allocation_granularity(&granularity, &properties, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED),
@@ -105,7 +105,7 @@ void ElasticWindow::allocate(int num_ranks, uint64_t bytes) {
   map(peers_.rank, own_, peers_.stride);
 }
 
-ElasticWindow::Handle ElasticWindow::create(uint64_t bytes) const {
+CumemWindow::Handle CumemWindow::create(uint64_t bytes) const {
   const CUmemAllocationProp properties = properties_of(device_);
   Handle memory = 0;
   const CUresult result = driver().mem_create(&memory, bytes, &properties, 0);
@@ -116,11 +116,11 @@ ElasticWindow::Handle ElasticWindow::create(uint64_t bytes) const {
   return memory;
 }
 
-CUdeviceptr ElasticWindow::address_of(int rank) const {
+CUdeviceptr CumemWindow::address_of(int rank) const {
   return reinterpret_cast<CUdeviceptr>(peers_.at<char>(rank, 0));
 }
 
-void ElasticWindow::map(int rank, Handle memory, uint64_t bytes) {
+void CumemWindow::map(int rank, Handle memory, uint64_t bytes) {
   unmap(rank);
   const CUdeviceptr begin = address_of(rank);
   for (CUdeviceptr at = begin; at < begin + peers_.stride; at += bytes) {
@@ -136,17 +136,17 @@ void ElasticWindow::map(int rank, Handle memory, uint64_t bytes) {
   const CUresult result = driver().mem_set_access(begin, peers_.stride, &access, 1);
   if (result != CUDA_SUCCESS && rank != peers_.rank) {
     raise(ErrorKind::kSystem, "this GPU cannot reach the memory of rank ", rank,
-          ": the GPUs of an elastic buffer must be in one machine, and every one must have peer access to every other");
+          ": GPUs whose windows are of cuMem must be in one machine, and every one must have peer access to every other");
   }
   check_driver(result, "cuMemSetAccess");
 }
 
-void ElasticWindow::map_nobody(int rank) {
+void CumemWindow::map_nobody(int rank) {
   if (nobody_ == 0) nobody_ = create(granularity_);
   map(rank, nobody_, granularity_);
 }
 
-void ElasticWindow::unmap(int rank) {
+void CumemWindow::unmap(int rank) {
   const uint64_t bytes = piece_bytes_[rank];
   if (bytes == 0) return;
   piece_bytes_[rank] = 0;
@@ -156,7 +156,7 @@ void ElasticWindow::unmap(int rank) {
   }
 }
 
-void ElasticWindow::exchange(DescriptorMail& mail, const std::vector<int>& ranks,
+void CumemWindow::exchange(DescriptorMail& mail, const std::vector<int>& ranks,
                              const std::vector<DescriptorMail::Address>& others, double seconds) {
   int fd = -1;
   check_driver(driver().mem_export(&fd, own_, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0),
@@ -179,7 +179,7 @@ void ElasticWindow::exchange(DescriptorMail& mail, const std::vector<int>& ranks
 }
 
 // At the end of a process CUDA may be gone: errors mean nothing here.
-void ElasticWindow::release() {
+void CumemWindow::release() {
   if (peers_.base == nullptr) return;
   for (size_t rank = 0; rank < piece_bytes_.size(); rank++) {
     const uint64_t bytes = piece_bytes_[rank];
