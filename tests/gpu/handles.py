@@ -15,6 +15,7 @@ from tests.gpu.layers import LAYOUTS, layer, layer_buffer
 from tests.ht.harness import LARGE_ARENA
 from tests.support.expected import Expected
 from tests.support.harness import synchronize
+from tests.support.op_checks import number_at
 
 # They may name what there is not.
 ODD_NUMBERS = torch.tensor([-(1 << 31), -7, -1, 3, 1 << 20, (1 << 31) - 1], dtype=torch.int32)
@@ -86,8 +87,7 @@ def change_handle(handle: nccl_ep.Handle, part: int, made: torch.Generator) -> n
     odd = ODD_NUMBERS[torch.randint(len(ODD_NUMBERS), numbers.shape, generator=made)]
     numbers.copy_(torch.where(torch.rand(numbers.shape, generator=made) < 0.5, odd, numbers))
     if (name, part) == ("tensor", 1) and handle.mode == "ht":  # all ranks would be told of another dispatch at once
-        dispatch = place.start + handle.num_experts // handle.num_ranks + 1
-        changed[dispatch] = tensor[dispatch]
+        changed[number_at(handle)] = tensor[number_at(handle)]
     return dataclasses.replace(handle, **{name: changed.to(tensor.device)})
 
 
