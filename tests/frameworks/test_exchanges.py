@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.gpus import CPU_OR_GPUS, device_of
 from tests.support.processes import run_processes
 
 RANKS, TOKENS, HIDDEN, INNER, EXPERTS, TOPK, STEPS = 2, 7, 64, 32, 6, 2, 2
@@ -66,7 +67,7 @@ def without_what_is_beside(name: str) -> None:
     sys.modules[name] = package
 
 
-def of_deepspeed() -> Layer:
+def of_deepspeed(_: torch.device) -> Layer:
     """deepspeed/module_inject/auto_ep_comm.py, called as its AutoEPMoELayer calls it."""
     from deepspeed.module_inject import auto_ep_comm as comm
 
@@ -84,13 +85,12 @@ def of_deepspeed() -> Layer:
     return layer
 
 
-def of_torchtitan() -> Layer:
+def of_torchtitan(_: torch.device) -> Layer:
     """torchtitan/distributed/deepep/deepep.py: its ops, which it has for CUDA alone, for the CPU too."""
     without_what_is_beside("torchtitan.distributed")
     deepep = importlib.import_module("torchtitan.distributed.deepep.deepep")
-    if not torch.cuda.is_available():
-        torch.library.impl("deepep::dispatch", "CPU")(deepep._dispatch_op_impl)
-        torch.library.impl("deepep::combine", "CPU")(deepep._combine_op_impl)
+    torch.library.impl("deepep::dispatch", "CPU")(deepep._dispatch_op_impl)
+    torch.library.impl("deepep::combine", "CPU")(deepep._combine_op_impl)
     deepep.get_buffer(dist.group.WORLD, hidden=HIDDEN, num_max_tokens_per_rank=TOKENS, num_topk=TOPK)
 
     def layer(experts: Experts, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -106,14 +106,15 @@ def of_torchtitan() -> Layer:
     return layer
 
 
-def of_axolotl() -> Layer:
+def of_axolotl(device: torch.device) -> Layer:
     """axolotl/integrations/expert_parallel/experts_fn.py: its experts implementation."""
     name = "axolotl.integrations.expert_parallel"
     without_what_is_beside(name)
-    os.environ["AXOLOTL_EP_NO_BARRIER"] = "1"  # which is one of GPUs
+    if device.type == "cpu":
+        os.environ["AXOLOTL_EP_NO_BARRIER"] = "1"  # which is one of GPUs
     buffer = importlib.import_module(f"{name}.buffer")
     functions = importlib.import_module(f"{name}.experts_fn")
-    buffer.configure_buffer(dist.group.WORLD, num_nvl_bytes=1 << 22)
+    buffer.configure_buffer(dist.group.WORLD, num_nvl_bytes=1 << (22 if device.type == "cpu" else 28))
     functions.set_backend("deep_ep")
     functions.set_local_implementation("eager")
     layer: Layer = functions.expert_parallel_experts_forward
@@ -123,18 +124,20 @@ def of_axolotl() -> Layer:
 FRAMEWORKS = {"deepspeed": of_deepspeed, "torchtitan": of_torchtitan, "axolotl": of_axolotl}
 
 
-def compare(rank: int, framework: str) -> None:
+def compare(rank: int, framework: str, kind: str) -> None:
     import nccl_ep
 
     nccl_ep.install_as_deep_ep()
-    nccl_ep.Buffer.__init__.__kwdefaults__["timeout"] = 240.0  # the machine may be busy
-    layer = FRAMEWORKS[framework]()
-    whole, own = Experts(0, EXPERTS), Experts(rank * LOCAL, (rank + 1) * LOCAL)
+    device = device_of(rank, kind)
+    if kind == "cpu":
+        nccl_ep.Buffer.__init__.__kwdefaults__["timeout"] = 240.0  # the machine may be busy
+    layer = FRAMEWORKS[framework](device)
+    whole, own = Experts(0, EXPERTS).to(device), Experts(rank * LOCAL, (rank + 1) * LOCAL).to(device)
     for step in range(STEPS):
         draw = torch.Generator().manual_seed(10 * step + rank)
-        x = torch.randn(TOKENS, HIDDEN, generator=draw).to(HALF)
-        weights, ids = torch.rand(TOKENS, EXPERTS, generator=draw).softmax(1).topk(TOPK)
-        grad = torch.randn(TOKENS, HIDDEN, generator=draw)
+        x = torch.randn(TOKENS, HIDDEN, generator=draw).to(device, HALF)
+        weights, ids = torch.rand(TOKENS, EXPERTS, generator=draw).to(device).softmax(1).topk(TOPK)
+        grad = torch.randn(TOKENS, HIDDEN, generator=draw).to(device)
         made = []
         for experts, run in ((whole, plain), (own, layer)):
             leaves = x.clone().requires_grad_(), weights.clone().requires_grad_()
@@ -144,10 +147,10 @@ def compare(rank: int, framework: str) -> None:
             (out.float() * grad).sum().backward()
             made.append([out.detach().float(), leaves[0].grad.float(), leaves[1].grad.float()])
         for parameter, part in zip(whole.parameters(), own.parameters(), strict=True):
-            summed = parameter.grad.float()
+            summed = parameter.grad.float().cpu()
             dist.all_reduce(summed)  # an expert's gradient is that of the tokens of all ranks
             made[0].append(summed[rank * LOCAL : (rank + 1) * LOCAL])
-            made[1].append(part.grad.float())
+            made[1].append(part.grad.float().cpu())
         for expected, got in zip(*made, strict=True):
             assert expected.abs().max() > 0
             torch.testing.assert_close(got, expected, rtol=0.05, atol=0.05)
@@ -155,8 +158,9 @@ def compare(rank: int, framework: str) -> None:
             torch.testing.assert_close(layer(own, x, ids, weights).float(), made[0][0], rtol=0.05, atol=0.05)
 
 
+@pytest.mark.parametrize("kind", CPU_OR_GPUS)
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_a_layer_over_nccl_ep_computes_what_torch_does(framework: str, tmp_path: Path) -> None:
+def test_a_layer_over_nccl_ep_computes_what_torch_does(framework: str, kind: str, tmp_path: Path) -> None:
     if importlib.util.find_spec(framework) is None:
         pytest.skip(f"{framework} is not installed: make frameworks")
-    run_processes(RANKS, compare, tmp_path, framework)
+    run_processes(RANKS, compare, tmp_path, framework, kind)

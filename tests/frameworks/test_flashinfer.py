@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.gpus import CPU_OR_GPUS, device_of
 from tests.support.processes import run_processes
 
 # Not imported here: rank processes import this file, and nccl.ep must be there before FlashInfer looks for it.
@@ -21,11 +22,12 @@ LOCAL = EXPERTS // RANKS
 MODES = [("LOW_LATENCY", "EXPERT_MAJOR"), ("LOW_LATENCY", "RANK_MAJOR"), ("HIGH_THROUGHPUT", "EXPERT_MAJOR")]
 
 
-def tokens_of(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def tokens_of(rank: int, step: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     draw = torch.Generator().manual_seed(10 * step + rank)
     count = 3 + rank
     ids = torch.stack([torch.randperm(EXPERTS, generator=draw)[:TOPK] for _ in range(count)])
-    return torch.randn(count, HIDDEN, generator=draw).bfloat16(), ids, torch.rand(count, TOPK, generator=draw)
+    x, weights = torch.randn(count, HIDDEN, generator=draw).bfloat16(), torch.rand(count, TOPK, generator=draw)
+    return x.to(device), ids.to(device), weights.to(device)
 
 
 def expert(number: Any) -> Any:
@@ -33,15 +35,15 @@ def expert(number: Any) -> Any:
     return 2.0 ** (number % 3)
 
 
-def through(fleet: Any, layout: str, rank: int, step: int, knobs: list[Any]) -> torch.Tensor:
+def through(fleet: Any, layout: str, rank: int, step: int, knobs: list[Any], device: torch.device) -> torch.Tensor:
     from flashinfer.moe_ep import CombineInputParams, DispatchInputParams, HandleParams
 
-    x, ids, _ = tokens_of(rank, step)
+    x, ids, _ = tokens_of(rank, step, device)
     handle = fleet.create_handle(HandleParams(topk_ids=ids), knobs)
     out = handle.dispatch(DispatchInputParams(x=[x]))
     if out.recv_topk_idx is None:  # a part for each local expert, and the weights are applied on the way home
         assert out.expert_counts.sum() == sum(
-            int((tokens_of(source, step)[1] // LOCAL == rank).sum()) for source in range(RANKS)
+            int((tokens_of(source, step, device)[1] // LOCAL == rank).sum()) for source in range(RANKS)
         )
         rows = torch.stack([out.expert_tensors[e] * expert(rank * LOCAL + e) for e in range(LOCAL)])
     else:
@@ -55,17 +57,18 @@ def through(fleet: Any, layout: str, rank: int, step: int, knobs: list[Any]) -> 
     return combined
 
 
-def run_fleets(rank: int) -> None:
+def run_fleets(rank: int, kind: str) -> None:
     import nccl_ep
 
     nccl_ep.install_as_nccl_ep()
-    if not torch.cuda.is_available():  # FlashInfer asks, and torch has no answer without a driver
+    device = device_of(rank, kind)
+    if kind == "cpu":  # FlashInfer asks, and torch has no answer without a driver
         torch.cuda.is_current_stream_capturing = lambda: False
     for algorithm, layout in MODES:
-        run_fleet(rank, algorithm, layout)
+        run_fleet(rank, algorithm, layout, device)
 
 
-def run_fleet(rank: int, algorithm: str, layout: str) -> None:
+def run_fleet(rank: int, algorithm: str, layout: str, device: torch.device) -> None:
     from flashinfer.moe_ep import (
         BootstrapConfig,
         EpAlgorithm,
@@ -87,18 +90,19 @@ def run_fleet(rank: int, algorithm: str, layout: str) -> None:
     memory = FleetAlgoKnobAllocator(torch_caching=True)  # as vLLM asks for it; it changes nothing
     fleet = create_fleet(BootstrapConfig(world_size=RANKS, rank=rank), params, [memory], backend="nccl_ep")
     for step in range(3):
-        x, ids, weights = tokens_of(rank, step)
+        x, ids, weights = tokens_of(rank, step, device)
         knobs: list[Any] = [HandleAlgoKnobTopKWeights(weights=weights)]
         if step == 1:
             knobs.append(HandleAlgoKnobSplitOperation())
         if step == 2:
-            knobs.append(HandleAlgoKnobNumReceivedTokens(target=torch.zeros(1, dtype=torch.int32)))
+            knobs.append(HandleAlgoKnobNumReceivedTokens(target=torch.zeros(1, dtype=torch.int32, device=device)))
         dist.barrier()
-        got = through(fleet, layout, rank, step, knobs)
+        got = through(fleet, layout, rank, step, knobs, device)
         want = x.float() * (expert(ids) * weights).sum(1, keepdim=True)
         torch.testing.assert_close(got.float(), want, rtol=2e-2, atol=3e-2)
     fleet.destroy()
 
 
-def test_fleets_of_all_modes(tmp_path: Path) -> None:
-    run_processes(RANKS, run_fleets, tmp_path)
+@pytest.mark.parametrize("kind", CPU_OR_GPUS)
+def test_fleets_of_all_modes(kind: str, tmp_path: Path) -> None:
+    run_processes(RANKS, run_fleets, tmp_path, kind)

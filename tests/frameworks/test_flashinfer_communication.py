@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.gpus import CPU_OR_GPUS, device_of
 from tests.support.processes import run_processes
 
 if importlib.util.find_spec("flashinfer") is None:
@@ -17,7 +18,7 @@ RANKS, EXPERTS, HIDDEN, TOPK, MOST = 2, 4, 64, 2, 8
 LOCAL = EXPERTS // RANKS
 
 
-def step(rank: int) -> None:
+def step(rank: int, kind: str) -> None:
     from flashinfer.moe_ep import (
         BootstrapConfig,
         MoEEpCommParams,
@@ -28,14 +29,16 @@ def step(rank: int) -> None:
     from nccl_ep.integrations.flashinfer import NAME
 
     assert NAME in available_communication_backends()
+    device = device_of(rank, kind)
     params = MoEEpCommParams(
         num_experts=EXPERTS, top_k=TOPK, max_tokens_per_rank=MOST, hidden_size=HIDDEN, invalid_expert_id=EXPERTS
     )
-    comm = create_communication(BootstrapConfig(world_size=RANKS, rank=rank), params, NAME, device="cpu")
+    comm = create_communication(BootstrapConfig(world_size=RANKS, rank=rank), params, NAME, device=device)
     draw = torch.Generator().manual_seed(rank)
     count = 3 + rank
     x, weights = torch.randn(count, HIDDEN, generator=draw).bfloat16(), torch.rand(count, TOPK, generator=draw)
     ids = torch.stack([torch.randperm(EXPERTS, generator=draw)[:TOPK] for _ in range(count)]).int()
+    x, weights, ids = x.to(device), weights.to(device), ids.to(device)
     with pytest.raises(ValueError, match="combine without a dispatch"):
         comm.combine(x)
     with pytest.raises(ValueError, match="eplb_local_stats is given"):
@@ -58,5 +61,6 @@ def step(rank: int) -> None:
     comm.destroy()
 
 
-def test_dispatch_and_combine(tmp_path: Path) -> None:
-    run_processes(RANKS, step, tmp_path)
+@pytest.mark.parametrize("kind", CPU_OR_GPUS)
+def test_dispatch_and_combine(kind: str, tmp_path: Path) -> None:
+    run_processes(RANKS, step, tmp_path, kind)

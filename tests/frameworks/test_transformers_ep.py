@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from tests.support.processes import run_processes
 
-for package in ("transformers", "accelerate"):
+for package in ("transformers", "accelerate", "transformers.distributed.expert_parallel"):
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed: make frameworks", allow_module_level=True)
 

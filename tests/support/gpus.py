@@ -35,6 +35,18 @@ ranks_on_gpus = pytest.mark.skipif(
 )
 
 
+# Where ranks in processes have their tensors: parameters of tests of frameworks, which take a GPU that is there.
+CPU_OR_GPUS = [
+    pytest.param("cpu", marks=pytest.mark.skipif(NUM_GPUS > 0, reason="frameworks take the GPU that is here")),
+    pytest.param("cuda", marks=[pytest.mark.gpu, several_gpus]),
+]
+
+
+def device_of(rank: int, kind: str) -> torch.device:
+    """Of a rank that is a process: "cpu", or with "cuda" a GPU of its own."""
+    return on_gpu(rank) if kind == "cuda" else torch.device("cpu")
+
+
 def on_one_gpu(*worlds: int) -> list[Any]:
     """Parameters: numbers of ranks on one GPU."""
     return [ranks if ranks == 1 else pytest.param(ranks, marks=one_gpu_worlds) for ranks in worlds]
