@@ -101,10 +101,15 @@ def is_of(record: dict[str, Any], row: str, column: str, dtype: str | None) -> b
     layouts = {layout for layout in ("expert_major", "flat", "packed") if layout in words}
     said = re.search(r"(?<!\w)([\d,]+) tokens", words) or re.fullmatch(r"(\d+)", column)
     machine = re.search(r"(two|four) (H\d00)s", row)
-    kinds = {"MB": ("memory",), "us": ("host", "event", "queued")}
+    kinds = {
+        "altogether": ("memory_total",),
+        "window": ("memory",),
+        "MB": ("memory",),
+        "us": ("host", "event", "queued"),
+    }
     kind = next((kind for word, kind in kinds.items() if word in words.split()), ("graph", "graph_pdl"))
     return (
-        ("launch" in row or not wanted or record["op"].split()[0].rstrip(",") in wanted)
+        ("launch" in row or not wanted or record["bench"] == "memory" or record["op"].split()[0].rstrip(",") in wanted)
         and (not said or record["tokens"] == int(said[1].replace(",", "")))
         and (not machine or (record["ranks"], machine[2] in record["device"]) == ((2, 4)[machine[1] == "four"], True))
         and (len(layouts) != 1 or record["layout"] in layouts)
