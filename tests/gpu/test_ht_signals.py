@@ -19,7 +19,7 @@ from tests.support.gpus import needs_gpu, on_gpu, ranks_on_gpus
 from tests.support.harness import combine_options, make_buffer
 from tests.support.processes import run_processes
 
-pytestmark = [*needs_gpu, pytest.mark.skip("high throughput on GPUs refuses row_signals")]
+pytestmark = needs_gpu
 POISON = 0x7F
 
 

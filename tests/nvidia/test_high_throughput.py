@@ -28,6 +28,7 @@ from tests.nvidia.tokens import (
     tokens_of,
     weighted_sum,
 )
+from tests.support.harness import synchronize
 
 BF16 = torch.bfloat16
 HT = ep.Algorithm.HIGH_THROUGHPUT
@@ -199,10 +200,13 @@ def test_rows_lie_in_the_window() -> None:
         mine = tokens_of(group.rank())
         owner = made_group(group, algorithm=HT, zero_copy=ep.ZeroCopyMode.ON, max_recv_tokens_per_rank=RANKS * MOST)
         handle = owner.create_handle(ep.Layout.FLAT, Tensor(mine.ids), stream=0)
-        dispatched(handle, mine, owner.empty((RANKS * MOST, HIDDEN)), flat=True)
-        assert owner.buffer.stats()["staged_dispatches"] == 0
-        dispatched(handle, mine, torch.empty(RANKS * MOST, HIDDEN, dtype=BF16), flat=True)
-        assert owner.buffer.stats()["staged_dispatches"] == 1
+        for rows, copies in (
+            (owner.empty((RANKS * MOST, HIDDEN)), 0),
+            (torch.empty(RANKS * MOST, HIDDEN, dtype=BF16), 1),
+        ):
+            dispatched(handle, mine, rows, flat=True)
+            synchronize(owner.buffer.device)  # kernels count, and stats() waits for none
+            assert owner.buffer.stats()["staged_dispatches"] == copies
         owner.destroy()
 
     run_ranks(RANKS, body)

@@ -32,7 +32,6 @@ HtPlan plan_of(const HtCombineParams& p, int, const Arch& arch) {
 HtCombineGeometry geometry_of(const HtCombineParams& p, const HtPlan& plan) { return HtCombineGeometry::of(p, plan); }
 
 void check_served(const HtCombineParams& p, const Arch& arch) {
-  check_signals_served(p);
   if (p.shape.num_ranks <= 64) return;  // whose tables Arch::stage_bytes() has left room for
   const int bytes = geometry_of(p, plan_of(p, 0, arch)).bytes;
   EP_CHECK(bytes <= arch.dynamic_bytes(), p.shape.num_ranks, " ranks need ", bytes,

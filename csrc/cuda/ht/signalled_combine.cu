@@ -17,13 +17,6 @@ __global__ void __launch_bounds__(32 * HtCombineGeometry::kMaxWarps, 1)
 }  // namespace
 }  // namespace ht
 
-void check_signals_served([[maybe_unused]] const HtCombineParams& p) {
-#if !defined(EP_EMULATED_GPU)
-  EP_CHECK(p.signals.counters == nullptr,
-           "row_signals in high throughput are served on CPU ranks alone: no GPU has shown right sums yet");
-#endif
-}
-
 void load_signalled_ht_combine_kernels() {
   for_all_row_types([](auto type) { load_kernel(&ht::combine_signalled_rows<type()>, kMaxSharedBytes); });
 }

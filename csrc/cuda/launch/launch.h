@@ -24,7 +24,6 @@ void check_served(const LlDispatchParams& params, const Arch& arch);
 void check_served(const HtCombineParams& params, const Arch& arch);
 template <class Params>
 void check_served(const Params&, const Arch&) {}
-void check_signals_served(const HtCombineParams& params);
 
 // All of it at once: checked, planned, worked out.
 template <class Params>
