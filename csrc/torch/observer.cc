@@ -1,16 +1,24 @@
 #include "torch/observer.h"
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/from_blob.h>
-#include <torch/csrc/autograd/python_variable.h>
-
 #include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <map>
 #include <memory>
+#include <mutex>
+#include <string>
 #include <utility>
 #include <vector>
 
+#include "base/fork.h"
 #include "runtime/observed.h"
 #include "torch/common/lock.h"
+#include "torch/recorded_line.h"
+
+#if defined(EP_WITH_CUDA) || defined(EP_EMULATED_GPU)
+#define EP_RECORDS_GPUS 1
+#include "cuda/host/gpu_recording.h"
+#endif
 
 namespace py = pybind11;
 
@@ -23,128 +31,289 @@ int64_t now_ns() {
       .count();
 }
 
-py::list list_of(const std::vector<int32_t>& values) {
-  py::list list;
-  for (int32_t value : values) list.append(value);
-  return list;
-}
+// What `close` says of operations whose GPU has failed.
+struct Lost {
+  int64_t operations = 0;
+  std::string error;  // the first one
+};
 
-// Rows to or from each rank [R], and, of a dispatch, the choices of each expert [E]: of an operation on the CPU, into
-// the line of the file.
-void count(const Observation& seen, py::dict& line) {
-  const auto ranks = static_cast<size_t>(seen.shape.num_ranks);
-  if (seen.rows != nullptr) {
-    line["rows"] = list_of({seen.rows, seen.rows + ranks});
-    return;
-  }
-  const auto experts = static_cast<size_t>(seen.shape.num_experts);
-  std::vector<int32_t> rows(ranks), choices(experts), owners(experts), last(ranks, -1);
-  for (size_t i = 0; i < experts; i++) owners[i] = seen.shape.owner(static_cast<int>(i));
-  int64_t at = 0;
-  for (int token = 0; token < seen.num_tokens; token++) {
-    for (int k = 0; k < seen.shape.topk; k++, at++) {
-      const int64_t id =
-          seen.is_idx64 ? static_cast<const int64_t*>(seen.ids)[at] : static_cast<const int32_t*>(seen.ids)[at];
-      if (!seen.shape.valid(id)) continue;
-      const auto expert = static_cast<size_t>(id);
-      const auto owner = static_cast<size_t>(owners[expert]);
-      choices[expert]++;
-      rows[owner] += seen.has_row_per_choice || last[owner] != token ? 1 : 0;
-      last[owner] = token;
-    }
-  }
-  line["rows"] = list_of(rows);
-  if (!seen.is_home_bound) line["choices"] = list_of(choices);
-}
-
-// The same of an operation on a GPU, for Python: a tensor over what it is counted of.
-py::object view(const Observation& seen, const void* data, at::IntArrayRef sizes, at::ScalarType type) {
-  const auto options = at::TensorOptions().dtype(type).device(at::Device(at::kCUDA, seen.device_index));
-  const bool is_empty = data == nullptr || sizes[0] == 0;
-  at::Tensor tensor = is_empty ? at::empty(sizes, options) : at::from_blob(const_cast<void*>(data), sizes, options);
-  return py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(tensor)));
-}
-
-// Calls two functions of Python: `end` with what is known of the operation; on GPUs before it `begin(device, stream)`,
-// whose result `end` gets, with rows [R] or ids [T, K], and whether each choice is a row. What they raise is shown as
-// of a destructor, and ends nothing.
-class PythonObserver : public Observer {
+// Gives the lines of finished operations to a function of Python: of the CPU one by one, of a GPU many at a time, in
+// the order of their calls. What it raises is shown as of a destructor, and ends nothing.
+class Recorder : public Observer {
  public:
-  PythonObserver(py::object begin, py::object end) : begin_(std::move(begin)), end_(std::move(end)) {}
+  explicit Recorder(py::object write) : write_(std::move(write)) {}
 
-  void* begin(const Observation& seen) noexcept override {
+  void* begin([[maybe_unused]] const Observation& seen) noexcept override {
+    if (is_forked()) return nullptr;  // a fork's operations are not recorded
     auto begun = std::make_unique<Begun>();
-    if (seen.device_index >= 0) {
-      const LockHold lock;
-      begun->by_python =
-          call(begin_, [&] { return py::make_tuple(seen.device_index, reinterpret_cast<uintptr_t>(seen.stream)); });
-    }
+#if defined(EP_RECORDS_GPUS)
+    if (is_on_gpu(seen)) begin_on_gpu(seen, *begun);
+#endif
     begun->ns = now_ns();
     return begun.release();
   }
 
   void end(const Observation& seen, void* given, bool has_failed) noexcept override {
     const int64_t end_ns = now_ns();
-    const LockHold lock;
-    const std::unique_ptr<Begun> begun(static_cast<Begun*>(given));  // gone before the lock, which its object needs
-    call(end_, [&]() -> py::tuple {
-      py::dict line(py::arg("buffer") = seen.buffer, py::arg("rank") = seen.rank,
-                    py::arg("num_ranks") = seen.shape.num_ranks, py::arg("operation") = seen.operation,
-                    py::arg("number") = seen.number, py::arg("begin_ns") = begun->ns, py::arg("end_ns") = end_ns,
-                    py::arg("tokens") = seen.num_tokens, py::arg("hidden") = seen.hidden,
-                    py::arg("topk") = seen.shape.topk, py::arg("experts") = seen.shape.num_experts,
-                    py::arg("row_bytes") = seen.row_bytes, py::arg("is_home_bound") = seen.is_home_bound);
-      if (has_failed) line["has_failed"] = true;
-      const bool has_rows = seen.row_bytes > 0 && !has_failed;
-      if (seen.device_index < 0) {
-        if (has_rows) count(seen, line);
-        return py::make_tuple(line);
-      }
-      py::object by_python = py::none(), rows = py::none(), ids = py::none();
-      if (begun->by_python) by_python = begun->by_python;
-      if (has_rows && seen.rows != nullptr) rows = view(seen, seen.rows, {seen.shape.num_ranks}, at::kInt);
-      if (has_rows && seen.rows == nullptr) {
-        ids = view(seen, seen.ids, {seen.num_tokens, seen.shape.topk}, seen.is_idx64 ? at::kLong : at::kInt);
-      }
-      return py::make_tuple(line, by_python, rows, ids, seen.has_row_per_choice);
-    });
+    const std::unique_ptr<Begun> begun(static_cast<Begun*>(given));
+    if (begun == nullptr) return;
+    auto line = std::make_unique<RecordedLine>(seen, begun->ns, end_ns, has_failed);
+#if defined(EP_RECORDS_GPUS)
+    if (is_on_gpu(seen)) {
+      end_on_gpu(seen, *begun, std::move(line));
+      return;
+    }
+#endif
+    if (line->can_have_rows()) line->count(seen);
+    Lines lines;
+    lines.push_back(std::move(line));
+    deliver(lines);
+  }
+
+  // Gives what is left, for which it waits, once no operation has this observer any more from its beginning on. With
+  // the lock.
+  Lost close() {
+#if defined(EP_RECORDS_GPUS)
+    if (is_forked()) return {};
+    Lines lines;
+    {
+      const LockRelease without_lock;
+      lines = last_lines();
+    }
+    deliver(lines);
+#endif
+    return lost_;
   }
 
  private:
+  using Lines = std::vector<std::unique_ptr<RecordedLine>>;
+
+#if defined(EP_RECORDS_GPUS)
+  static constexpr int kBatch = 64;
+
   struct Begun {
-    py::object by_python;
     int64_t ns = 0;
+    bool is_captured = false;
+    std::shared_ptr<GpuRecording> gpu;
+    GpuRecording::Entry* entry = nullptr;
+  };
+  struct OnGpu {
+    std::unique_ptr<RecordedLine> line;
+    std::shared_ptr<GpuRecording> gpu;
+    GpuRecording::Entry* entry;
+    bool has_ended;  // by events
   };
 
-  // With the lock. An error that the operation is about to raise is kept.
-  template <class Make>
-  static py::object call(const py::object& function, Make make) noexcept {
+  static bool is_on_gpu([[maybe_unused]] const Observation& seen) {
+#if defined(EP_EMULATED_GPU)
+    return true;
+#else
+    return seen.device_index >= 0;
+#endif
+  }
+
+  // No call of CUDA is made with the mutex (csrc/cuda/host/gpu_recording.cc).
+  std::shared_ptr<GpuRecording> gpu_of(int device) {
+    {
+      const std::lock_guard lock(mutex_);
+      if (const auto found = gpus_.find(device); found != gpus_.end()) return found->second;
+    }
+    std::shared_ptr<GpuRecording> made = GpuRecording::make(device);
+    const std::lock_guard lock(mutex_);
+    return gpus_.emplace(device, std::move(made)).first->second;
+  }
+
+  void begin_on_gpu(const Observation& seen, Begun& begun) noexcept {
+    try {
+      begun.is_captured = GpuRecording::is_capturing(seen.stream);
+      if (begun.is_captured) return;
+      begun.gpu = gpu_of(seen.device_index);
+      begun.entry = begun.gpu->begin(seen.stream);
+    } catch (const std::exception& error) {
+      lose(1, error.what());
+    }
+  }
+
+  void end_on_gpu(const Observation& seen, const Begun& begun, std::unique_ptr<RecordedLine> line) noexcept {
+    line->is_captured = begun.is_captured;
+    if (begun.entry == nullptr && !begun.is_captured) return;  // begin has failed
+    {
+      const std::lock_guard lock(mutex_);
+      if (is_closed_) return;
+      num_ending_++;
+    }
+    OnGpu operation{std::move(line), begun.gpu, begun.entry, false};
+    bool is_recorded = true;
+    if (begun.entry != nullptr && !operation.line->has_failed) {
+      try {
+        end_entry(seen, *operation.line, begun);
+        operation.has_ended = true;
+      } catch (const std::exception& error) {
+        lose(1, error.what());
+        is_recorded = false;
+      }
+    }
+    bool is_batch = false;
+    {
+      const std::lock_guard lock(mutex_);
+      num_ending_--;
+      if (is_recorded) ended_[seen.device_index].push_back(std::move(operation));
+      is_batch = ++num_since_batch_ >= kBatch && !begun.is_captured;
+    }
+    changed_.notify_all();
+    if (is_batch || seen.device_index < 0) give_what_is_done();
+  }
+
+  static void end_entry(const Observation& seen, const RecordedLine& line, const Begun& begun) {
+    if (!line.can_have_rows()) return begun.gpu->end(*begun.entry, nullptr, seen.stream);
+    const ObservedCounts counts{.ids = seen.ids,
+                                .is_idx64 = seen.is_idx64,
+                                .num_tokens = seen.num_tokens,
+                                .shape = seen.shape,
+                                .has_row_per_choice = seen.has_row_per_choice,
+                                .has_choices = line.has_choices() && seen.rows == nullptr,
+                                .rows = seen.rows};
+    begun.gpu->end(*begun.entry, &counts, seen.stream);
+  }
+
+  // One thread at a time: others leave theirs to it, or to the next batch.
+  void give_what_is_done() noexcept {
+    {
+      const std::lock_guard lock(mutex_);
+      if (is_giving_ || is_closed_) return;
+      is_giving_ = true;
+      num_since_batch_ = 0;
+      take_ended();
+    }
+    deliver(finished(false));
+    {
+      const std::lock_guard lock(mutex_);
+      is_giving_ = false;
+    }
+    changed_.notify_all();
+  }
+
+  Lines last_lines() {
+    {
+      std::unique_lock lock(mutex_);
+      is_closed_ = true;
+      changed_.wait(lock, [this] { return !is_giving_ && num_ending_ == 0; });
+      take_ended();
+    }
+    Lines lines = finished(true);
+    for (const auto& [device, rest] : taken_) lost_.operations += static_cast<int64_t>(rest.size());
+    taken_.clear();
+    std::map<int, std::shared_ptr<GpuRecording>> gpus;
+    const std::lock_guard lock(mutex_);
+    gpus.swap(gpus_);
+    return lines;
+  }
+
+  // With the mutex.
+  void take_ended() {
+    for (auto& [device, operations] : ended_) {
+      for (OnGpu& operation : operations) taken_[device].push_back(std::move(operation));
+      operations.clear();
+    }
+  }
+
+  // What a GPU has done, in order: one that is not done keeps those behind it.
+  Lines finished(bool waits) noexcept {
+    Lines lines;
+    for (auto& [device, operations] : taken_) {
+      try {
+        while (!operations.empty() && is_done(operations.front(), waits)) {
+          finish(operations.front());
+          lines.push_back(std::move(operations.front().line));
+          operations.pop_front();
+        }
+      } catch (const std::exception& error) {
+        lose(0, error.what());
+      }
+    }
+    return lines;
+  }
+  static bool is_done(const OnGpu& operation, bool waits) {
+    if (!operation.has_ended) return true;
+    if (waits) operation.gpu->wait(*operation.entry);
+    return waits || operation.gpu->is_done(*operation.entry);
+  }
+  static void finish(OnGpu& operation) {
+    RecordedLine& line = *operation.line;
+    if (operation.entry == nullptr) return;
+    if (operation.has_ended) {
+      const GpuRecording::Times times = operation.gpu->take_times(*operation.entry);
+      line.has_times = line.device_index >= 0;
+      line.device_begin_ns = times.begin_ns;
+      line.device_us = times.us;
+      if (const uint64_t* words = operation.gpu->words(*operation.entry)) line.take(words);
+    }
+    operation.gpu->give_back(operation.entry);
+  }
+
+  void lose(int operations, const char* error) noexcept {
+    const std::lock_guard lock(mutex_);
+    lost_.operations += operations;
+    if (lost_.error.empty()) lost_.error = error;
+  }
+
+  std::mutex mutex_;  // of all but taken_
+  std::condition_variable changed_;
+  std::map<int, std::shared_ptr<GpuRecording>> gpus_;
+  std::map<int, std::deque<OnGpu>> ended_;  // by GPUs, in order
+  std::map<int, std::deque<OnGpu>> taken_;  // the next of them, of the thread that gives what is done
+  int num_since_batch_ = 0, num_ending_ = 0;
+  bool is_giving_ = false, is_closed_ = false;
+#else
+  struct Begun {
+    int64_t ns = 0;
+  };
+#endif
+
+  bool is_forked() const { return num_forks() != forks_; }
+
+  // An error that the operation is about to raise is kept.
+  void deliver(const Lines& lines) noexcept {
+    if (lines.empty()) return;
+    const LockHold lock;
     const py::error_scope kept;
     py::object result;
     try {
-      const py::object argument = make();
-      result = py::reinterpret_steal<py::object>(call_python(function.ptr(), argument.ptr()));
+      py::list list;
+      for (const auto& line : lines) {
+        list.append(py::make_tuple(line->rank, line->shape.num_ranks, line->buffer, line->device(), line->text()));
+      }
+      result = py::reinterpret_steal<py::object>(call_python(write_.ptr(), list.ptr()));
     } catch (const std::exception& error) {
       PyErr_SetString(PyExc_RuntimeError, error.what());
     }
-    if (!result) PyErr_WriteUnraisable(function.ptr());
-    return result;
+    if (!result) PyErr_WriteUnraisable(write_.ptr());
   }
 
-  const py::object begin_, end_;
+  const py::object write_;
+  const int forks_ = num_forks();
+  Lost lost_;
 };
+
+Recorder* current = nullptr;  // with the lock
 
 }  // namespace
 
 void define_observer(py::module_& m) {
   m.def(
-      "set_observer",
-      [](py::object begin, py::object end) {
-        // Never freed: a call of another thread may be about to end.
-        set_observer(end.is_none() ? nullptr : new PythonObserver(std::move(begin), std::move(end)));
+      "start_recording",
+      [](py::object write) { set_observer(current = new Recorder(std::move(write))); },  // never freed: see Observer
+      py::arg("write"),
+      "Who is given the operations of this process from now on: lists of (rank, ranks, buffer, device, JSON).");
+  m.def(
+      "stop_recording",
+      [] {
+        set_observer(nullptr);
+        Recorder* const recorder = std::exchange(current, nullptr);
+        const Lost lost = recorder != nullptr ? recorder->close() : Lost();
+        return py::make_tuple(lost.operations, lost.error);
       },
-      py::arg("begin") = py::none(), py::arg("end") = py::none(),
-      "Who hears of each operation of this process, each with one tuple (csrc/torch/observer.cc); None: nobody.");
+      "Gives the last ones. How many are lost, and why: of a GPU that has failed.");
 }
 
 }  // namespace ep

@@ -104,6 +104,39 @@ def test_split_calls_exact_sizes_and_cached_dispatches_count_once(tmp_path: Path
     assert [len(found["times"][name]) for name in ("LL dispatch", "LL combine", "HT dispatch")] == [1, 2, 3]
 
 
+@pytest.mark.parametrize(
+    ("ranks", "local", "topk", "tokens", "dtype"),
+    [(1, 5, 5, 700, torch.int64), (3, 40, 7, 30, torch.int32), (18, 2, 32, 4, torch.int64)],
+)
+def test_counts_are_those_of_any_routing(
+    tmp_path: Path, ranks: int, local: int, topk: int, tokens: int, dtype: torch.dtype
+) -> None:
+    """Top-k that does not divide a warp, several rounds of warps, more ranks than a warp counts in registers."""
+    experts = ranks * local
+    ids = torch.rand(ranks, tokens, experts, generator=torch.Generator().manual_seed(1)).topk(topk)[1]
+    ids[:, ::3, topk // 2 :] = -1
+
+    def body(group: ThreadGroup) -> None:
+        with nccl_ep.Buffer.for_shapes(
+            group, max_tokens=tokens, hidden=64, topk=topk, num_experts=experts, device="cpu"
+        ) as buffer:
+            x = torch.ones(tokens, 64).bfloat16()
+            given = ids[group.rank()].to(dtype)
+            out = nccl_ep.dispatch(x, given, buffer=buffer, num_experts=experts, layout="flat")
+            nccl_ep.combine(out.x, out.handle)
+
+    with nccl_ep.record(tmp_path):
+        run_ranks(ranks, body)
+    for rank in range(ranks):
+        given = ids[rank].tolist()
+        owners = [{expert // local for expert in each if expert >= 0} for each in given]
+        rows = [sum(other in each for each in owners) for other in range(ranks)]
+        choices = [sum(each.count(expert) for each in given) for expert in range(experts)]
+        dispatch, combine = operations(tmp_path, rank)
+        assert (dispatch["rows"], dispatch["choices"]) == (rows, choices)
+        assert combine["rows"] == rows and "choices" not in combine
+
+
 def test_deepep_methods_and_backward_passes_are_seen(tmp_path: Path) -> None:
     case = small_case(RANKS)
 
