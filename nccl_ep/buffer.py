@@ -331,7 +331,8 @@ class Buffer:
     def set_timeout(self, seconds: float) -> None:
         """Changes the deadline of all waits, in seconds, also in captured graphs. ValueError if not positive.
 
-        Another thread may call it while one waits in an operation, which obeys from now on.
+        Operations that wait obey from now on: of another thread, and those in flight on a GPU. One that waits there for
+        a rank that has gone has the new deadline, so wait for it before you set a longer one.
         """
         require_seconds(seconds=seconds)
         self.require_usable()

@@ -131,9 +131,7 @@ class ElasticServer(Server):
         council.deaths += 1
         store.set(f"plan/{council.deaths}", json.dumps(plan or (False, False, False)))
         store.set(f"joined/{council.deaths}", str(step))
-        self.buffer.set_timeout(PATIENCE)
         self.buffer.replace(rank, timeout=PATIENCE)
-        self.buffer.set_timeout(self.options.deadline)
 
 
 class _Run:
