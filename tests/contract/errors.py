@@ -14,6 +14,7 @@ import torch
 import nccl_ep
 from tests.contract.bits import MODES
 from tests.contract.world import Rank, World
+from tests.ht.harness import ht_step
 from tests.support.expected import Expected, run_case
 from tests.support.harness import NO_BUFFER, of_no_buffer, synchronize
 from tests.support.patience import PATIENCE, Clock, of_living_ranks
@@ -126,6 +127,14 @@ class Errors:
             assert "ranks made different calls in" in text
             assert "combine(" in text and "combine of weights(" in text, text
 
+    @pytest.mark.parametrize("step", ["combine", "scalars", "cached"])
+    def test_handles_of_different_dispatches_are_told_to_all(self, step: str) -> None:
+        for rank, text in enumerate(self.world.run(gives_another_handle, step)):
+            mine, other = (1, 2) if rank < self.world.num_ranks - 1 else (2, 1)
+            kind = "dispatch 3" if step == "cached" else "combine 3"
+            pattern = rf"dispatches to high-throughput {kind}: rank {rank} that of dispatch {mine}, rank \d that of"
+            assert re.search(rf"{pattern} dispatch {other}\b", text), text
+
 
 def refuses_and_works_on(rank: Rank, mode: str) -> None:
     case = rank.case()
@@ -159,14 +168,16 @@ def _problems_with(name: str, refused: Refused, scene: Scene) -> list[str]:
     return [f"{name}: {key} was {before[key]}, is {after[key]}" for key in COUNTED if before[key] != after[key]]
 
 
-def expect_mismatch(rank: Rank, case: Expected, buffer: nccl_ep.Buffer, call: Callable[[], Any]) -> str:
+def expect_mismatch(
+    rank: Rank, case: Expected, buffer: nccl_ep.Buffer, call: Callable[[], Any], said: str = "made different calls"
+) -> str:
     """The call must fail so on all ranks, and so must later ones; a new buffer works. Returns the text."""
     with Clock(of_living_ranks(PATIENCE) / 2), pytest.raises(nccl_ep.MismatchError) as caught:
         call()
         synchronize(buffer.device)
         buffer.check()
     for later in (lambda: case.send(buffer, mode="ll"), lambda: case.send(buffer), buffer.check):
-        with Clock(PATIENCE / 2), pytest.raises(nccl_ep.MismatchError, match="different calls"):
+        with Clock(PATIENCE / 2), pytest.raises(nccl_ep.MismatchError, match=said):
             later()
     rank.meet()
     with Clock(PATIENCE / 2):
@@ -195,3 +206,13 @@ def makes_another_combine(rank: Rank, mode: str) -> str:
             nccl_ep.combine(out.x, out.handle)
 
     return expect_mismatch(rank, case, buffer, call)
+
+
+def gives_another_handle(rank: Rank, step: str) -> str:
+    case = rank.case()
+    buffer = rank.buffer(case.case)
+    first, second = (case.send(buffer) for _ in range(2))
+    for out in (second, first):  # all give the same: that is right
+        case.combine(buffer, out.handle)
+    call = ht_step(step, case, buffer, second if rank.number == rank.size - 1 else first)
+    return expect_mismatch(rank, case, buffer, call, "handles of different dispatches")
