@@ -3,29 +3,21 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <string>
-#include <vector>
 
 namespace ep::written {
 namespace {
 
-// A tensor that counts, and what it has counted.
-struct Counted {
-  at::Tensor tensor;
-  uint32_t version;
-};
+constexpr c10::DispatchKeySet kWrappers({c10::DispatchKey::Python, c10::DispatchKey::Functionalize,
+                                         c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper});
 
-uint32_t version_of(const at::Tensor& tensor) {
-  return tensor.unsafeGetTensorImpl()->version_counter().current_version();
-}
-
-void note(PyObject* object, std::vector<Counted>& counted) {
+void mark_wrappers(PyObject* object) {
   if (object == nullptr) return;
   if (THPVariable_Check(object)) {
     const at::Tensor& tensor = THPVariable_Unpack(object);
-    if (counts(tensor)) counted.push_back({tensor, version_of(tensor)});
+    if (tensor.defined() && tensor.key_set().has_any(kWrappers)) mark(tensor);
   } else if (PyList_Check(object) || PyTuple_Check(object)) {
-    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(object); i++)
-      note(PySequence_Fast_GET_ITEM(object, i), counted);
+    PyObject* const* items = PySequence_Fast_ITEMS(object);
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(object); i++) mark_wrappers(items[i]);
   }
 }
 
@@ -43,17 +35,11 @@ PyObject* argument(size_t index, const std::string& name, PyObject* const* given
 
 PyObject* call_usual(const c10::FunctionSchema& schema, PyObject* usual, PyObject* const* given, Py_ssize_t count,
                      PyObject* names) {
-  std::vector<Counted> counted;
   const Positions positions = positions_of(schema);
   for (size_t i = 0; positions >> i != 0; i++) {
-    if ((positions >> i & 1) != 0) note(argument(i, schema.arguments()[i].name(), given, count, names), counted);
+    if ((positions >> i & 1) != 0) mark_wrappers(argument(i, schema.arguments()[i].name(), given, count, names));
   }
-  PyObject* result = PyObject_Vectorcall(usual, given, count, names);
-  for (const Counted& each : counted) {
-    // Nobody has marked it.
-    if (result != nullptr && version_of(each.tensor) == each.version) mark(each.tensor);
-  }
-  return result;
+  return PyObject_Vectorcall(usual, given, count, names);
 }
 
 }  // namespace ep::written

@@ -73,8 +73,8 @@ class MarkAtEnd {
   const std::tuple<const Args&...> args_;
 };
 
-// A call of an op by Python in torch's own way, which `usual` is. `names`: of the last arguments, or null. Marks the
-// wrappers that it writes into.
+// A call of an op by Python in torch's own way, which `usual` is. `names`: of the last arguments, or null. Before it,
+// the wrappers that it writes into are marked: the op's own graph may save them.
 PyObject* call_usual(const c10::FunctionSchema& schema, PyObject* usual, PyObject* const* given, Py_ssize_t count,
                      PyObject* names);
 
