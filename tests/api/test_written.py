@@ -410,3 +410,18 @@ def test_compiled_calls_mark(mode: Any, backend: str, buffer: nccl_ep.Buffer) ->
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             saved.backward()
     assert backend == "aot_eager" or buffer._seq._version == 0
+
+
+def test_what_an_op_saves_for_its_own_backward_is_marked_before(buffer: nccl_ep.Buffer) -> None:
+    """Exact sizes, traced: `ht_dispatch_routed` writes into the handle, and its graph saves it."""
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        made = nccl_ep.dispatch(
+            x, IDS, buffer=buffer, num_experts=E, max_tokens=T, layout="packed", mode="ht", capacity="exact"
+        )
+        return nccl_ep.combine(made.x * 3, made.handle, weights=None)
+
+    torch._dynamo.reset()
+    x = torch.ones(T, H, requires_grad=True)
+    torch.compile(layer, fullgraph=True, backend="aot_eager")(x).sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, torch.full((T, H), 6.0))
