@@ -100,8 +100,7 @@ class Recorder : public Observer {
   struct OnGpu {
     std::unique_ptr<RecordedLine> line;
     std::shared_ptr<GpuRecording> gpu;
-    GpuRecording::Entry* entry;
-    bool has_ended;  // by events
+    GpuRecording::Entry* entry;  // null: captured
   };
 
   static bool is_on_gpu([[maybe_unused]] const Observation& seen) {
@@ -128,7 +127,7 @@ class Recorder : public Observer {
       begun.is_captured = GpuRecording::is_capturing(seen.stream);
       if (begun.is_captured) return;
       begun.gpu = gpu_of(seen.device_index);
-      begun.entry = begun.gpu->begin(seen.stream);
+      begun.entry = begun.gpu->begin(seen.shape.num_ranks + seen.shape.num_experts, seen.stream);
     } catch (const std::exception& error) {
       lose(1, error.what());
     }
@@ -137,17 +136,12 @@ class Recorder : public Observer {
   void end_on_gpu(const Observation& seen, const Begun& begun, std::unique_ptr<RecordedLine> line) noexcept {
     line->is_captured = begun.is_captured;
     if (begun.entry == nullptr && !begun.is_captured) return;  // begin has failed
-    {
-      const std::lock_guard lock(mutex_);
-      if (is_closed_) return;
-      num_ending_++;
-    }
-    OnGpu operation{std::move(line), begun.gpu, begun.entry, false};
+    if (!begin_to_end()) return leave(begun);
+    OnGpu operation{std::move(line), begun.gpu, begun.entry};
     bool is_recorded = true;
     if (begun.entry != nullptr && !operation.line->has_failed) {
       try {
         end_entry(seen, *operation.line, begun);
-        operation.has_ended = true;
       } catch (const std::exception& error) {
         lose(1, error.what());
         is_recorded = false;
@@ -164,16 +158,28 @@ class Recorder : public Observer {
     if (is_batch || seen.device_index < 0) give_what_is_done();
   }
 
+  bool begin_to_end() {
+    const std::lock_guard lock(mutex_);
+    if (!is_closed_) num_ending_++;
+    return !is_closed_;
+  }
+  // Of an operation that the recording does not see end. Its GPU must have done with the entry, which goes.
+  static void leave(const Begun& begun) noexcept {
+    try {
+      if (begun.entry != nullptr) begun.gpu->wait(*begun.entry);
+    } catch (const std::exception&) {
+    }
+  }
   static void end_entry(const Observation& seen, const RecordedLine& line, const Begun& begun) {
-    if (!line.can_have_rows()) return begun.gpu->end(*begun.entry, nullptr, seen.stream);
     const ObservedCounts counts{.ids = seen.ids,
                                 .is_idx64 = seen.is_idx64,
                                 .num_tokens = seen.num_tokens,
                                 .shape = seen.shape,
                                 .has_row_per_choice = seen.has_row_per_choice,
                                 .has_choices = line.has_choices() && seen.rows == nullptr,
-                                .rows = seen.rows};
-    begun.gpu->end(*begun.entry, &counts, seen.stream);
+                                .rows = seen.rows,
+                                .has_rows = line.can_have_rows()};
+    begun.gpu->end(*begun.entry, counts, seen.stream);
   }
 
   // One thread at a time: others leave theirs to it, or to the next batch.
@@ -234,19 +240,19 @@ class Recorder : public Observer {
     return lines;
   }
   static bool is_done(const OnGpu& operation, bool waits) {
-    if (!operation.has_ended) return true;
+    if (operation.entry == nullptr) return true;
     if (waits) operation.gpu->wait(*operation.entry);
     return waits || operation.gpu->is_done(*operation.entry);
   }
-  static void finish(OnGpu& operation) {
+  static void finish(const OnGpu& operation) {
     RecordedLine& line = *operation.line;
     if (operation.entry == nullptr) return;
-    if (operation.has_ended) {
-      const GpuRecording::Times times = operation.gpu->take_times(*operation.entry);
+    if (!line.has_failed) {
+      const GpuRecording::Times times = operation.gpu->times(*operation.entry);
       line.has_times = line.device_index >= 0;
       line.device_begin_ns = times.begin_ns;
       line.device_us = times.us;
-      if (const uint64_t* words = operation.gpu->words(*operation.entry)) line.take(words);
+      if (const uint64_t* counts = operation.gpu->counts(*operation.entry)) line.take(counts);
     }
     operation.gpu->give_back(operation.entry);
   }

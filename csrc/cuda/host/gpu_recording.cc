@@ -7,24 +7,24 @@
 #include <mutex>
 #include <optional>
 #include <thread>
-#include <utility>
 #include <vector>
 
 #include "transport/device/device_guard.h"
 
 namespace ep {
 
+// Of `words` the first two are the times before and behind the operation, 0 until they are there.
 struct GpuRecording::Entry {
-  cudaEvent_t begin = nullptr, end = nullptr;
-  uint64_t* words = nullptr;  // of `capacity`
-  int capacity = 0;
-  int num_words = 0;  // that its kernel writes
+  uint64_t* words = nullptr;
+  int max_counts = 0;
+  int num_times = 0, num_counts = 0;  // that its kernels write
   uint32_t tag = 0;
 };
 
 namespace {
 
-constexpr int kAtATime = 256;  // entries, and blocks of words
+constexpr int kTimes = 2;
+constexpr int kAtATime = 256;  // entries in one piece of page-locked memory
 
 using Entry = GpuRecording::Entry;
 
@@ -39,175 +39,161 @@ class OnGpu {
   std::optional<DeviceGuard> guard_;
 };
 
-cudaEvent_t timing_event() {
-  cudaEvent_t made = nullptr;
-  EP_CUDA(cudaEventCreateWithFlags(&made, cudaEventDefault));
-  return made;
-}
+uint64_t seen(uint64_t& word) { return std::atomic_ref(word).load(std::memory_order_acquire); }
 
 class Recording final : public GpuRecording {
  public:
   explicit Recording(int device) : device_(device) {
     const OnGpu on_gpu(device_);
-    // An event on an idle stream brings the GPU's clock onto the host's. No caller's stream is waited for.
-    cudaStream_t idle = nullptr;
-    EP_CUDA(cudaStreamCreateWithFlags(&idle, cudaStreamNonBlocking));
-    last_ = timing_event();
-    EP_CUDA(cudaEventRecord(last_, idle));
-    EP_CUDA(cudaEventSynchronize(last_));
-    last_ns_ = static_cast<double>(
-        std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
-            .count());
-    EP_CUDA(cudaStreamDestroy(idle));
-    add_entries();
+    EP_CUDA(cudaStreamCreateWithFlags(&idle_, cudaStreamNonBlocking));
+    try {
+      find_clock();
+    } catch (const Error&) {
+      free_all();
+      throw;
+    }
   }
-  // At the end of a process, or of a GPU that has failed, errors mean nothing.
   ~Recording() override {
     try {
       const OnGpu on_gpu(device_);
-      cudaEventDestroy(last_);
-      for (Entry& entry : entries_) {
-        cudaEventDestroy(entry.begin);
-        cudaEventDestroy(entry.end);
-      }
-      for (uint64_t* block : blocks_) cudaFreeHost(block);
-      cudaGetLastError();
+      free_all();
     } catch (const Error&) {
     }
   }
 
-  Entry* begin(void* stream) override {
+  Entry* begin(int num_counts, void* stream) override {
     const OnGpu on_gpu(device_);
-    Entry* entry = free_entry();
-    if (entry == nullptr) {
-      add_entries();
-      entry = free_entry();
+    Entry* entry = free_entry(num_counts);
+    while (entry == nullptr) {
+      add_entries(num_counts);
+      entry = free_entry(num_counts);
     }
-    EP_CHECK_USAGE(entry != nullptr, "more operations at once than a recording has room for");
+    entry->words[0] = entry->words[1] = 0;
+    entry->num_times = entry->num_counts = 0;
     try {
-      record(entry->begin, stream);
+      launch_observed_time(entry->words, stream);
     } catch (const Error&) {
       give_back(entry);
       throw;
     }
+    entry->num_times = 1;
     return entry;
   }
 
-  void end(Entry& entry, const ObservedCounts* counts, void* stream) override {
+  void end(Entry& entry, const ObservedCounts& counts, void* stream) override {
     const OnGpu on_gpu(device_);
-    record(entry.end, stream);
-    entry.num_words = 0;
-    if (counts == nullptr || !counts->can_be_counted()) return;
-    give_words(entry, counts->num_words());
-    entry.tag = ++tags_;
-    entry.num_words = counts->num_words();
-    ObservedCounts wanted = *counts;
-    wanted.out = entry.words;
-    wanted.tag = entry.tag;
+    ObservedCounts wanted = counts;
+    wanted.has_rows = counts.has_rows && counts.can_be_counted() && counts.num_words() <= entry.max_counts;
+    wanted.out = entry.words + kTimes;
+    wanted.time_ns = entry.words + 1;
+    wanted.tag = entry.tag = ++tags_;
     launch_observed_counts(wanted, stream);
+    entry.num_times = 2;
+    entry.num_counts = wanted.num_words();
   }
 
   void give_back(Entry* entry) override {
     const std::lock_guard lock(mutex_);
-    free_.push_back(entry);
+    if (entry->max_counts >= max_counts_) free_.push_back(entry);
   }
 
-  bool is_done(const Entry& entry) override { return has_ended(entry) && has_words(entry); }
-  void wait(const Entry& entry) override {
-    while (!is_done(entry)) std::this_thread::sleep_for(std::chrono::microseconds(20));
-  }
-  Times take_times(Entry& entry) override {
-    const OnGpu on_gpu(device_);
-    float since_last = 0, between = 0;
-    EP_CUDA(cudaEventElapsedTime(&since_last, last_, entry.begin));
-    EP_CUDA(cudaEventElapsedTime(&between, entry.begin, entry.end));
-    last_ns_ += since_last * 1e6;
-    std::swap(last_, entry.begin);  // which is recorded anew
-    return {static_cast<int64_t>(last_ns_), between * 1e3};
-  }
-  const uint64_t* words(const Entry& entry) override { return entry.num_words > 0 ? entry.words : nullptr; }
-
- private:
-  static void record(cudaEvent_t event, void* stream) {
-    EP_CUDA(cudaEventRecord(event, static_cast<cudaStream_t>(stream)));
-  }
-  bool has_ended(const Entry& entry) const {
-    const OnGpu on_gpu(device_);
-    const cudaError_t state = cudaEventQuery(entry.end);
-    if (state != cudaErrorNotReady) EP_CUDA(state);
-    if (state == cudaErrorNotReady) cudaGetLastError();
-    return state == cudaSuccess;
-  }
-  // Those of its kernel, which is behind its end: each says by itself that it is there.
-  static bool has_words(const Entry& entry) {
-    for (int i = 0; i < entry.num_words; i++) {
-      const uint64_t word = std::atomic_ref(entry.words[i]).load(std::memory_order_acquire);
-      if (static_cast<uint32_t>(word >> 32) != entry.tag) return false;
+  bool is_done(const Entry& entry) override {
+    for (int i = 0; i < entry.num_times; i++) {
+      if (seen(entry.words[i]) == 0) return false;
+    }
+    for (int i = kTimes; i < kTimes + entry.num_counts; i++) {
+      if (static_cast<uint32_t>(seen(entry.words[i]) >> 32) != entry.tag) return false;
     }
     return true;
+  }
+  void wait(const Entry& entry) override {
+    while (!is_done(entry)) {
+      check_gpu();
+      std::this_thread::sleep_for(std::chrono::microseconds(20));
+    }
+  }
+  Times times(const Entry& entry) override {
+    const uint64_t begin = entry.words[0], end = entry.words[1];
+    return {static_cast<int64_t>(begin) + to_host_ns_, static_cast<double>(end - begin) * 1e-3};
+  }
+  const uint64_t* counts(const Entry& entry) override { return entry.num_counts > 0 ? entry.words + kTimes : nullptr; }
+
+ private:
+  // From the GPU's clock to the host's, by a kernel on an idle stream: no caller's stream is waited for.
+  void find_clock() {
+    uint64_t* word = page_locked(1);
+    for (int i = 0; i < 3; i++) {  // the first launch takes longer
+      *word = 0;
+      launch_observed_time(word, idle_);
+      while (seen(*word) == 0) check_gpu();
+      to_host_ns_ =
+          std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+              .count() -
+          static_cast<int64_t>(*word);
+    }
+  }
+  void check_gpu() const {
+    const OnGpu on_gpu(device_);
+    const cudaError_t state = cudaStreamQuery(idle_);
+    if (state == cudaErrorNotReady) {
+      cudaGetLastError();
+    } else {
+      EP_CUDA(state);
+    }
   }
 
   // Calls of CUDA are made without the mutex: one that waits for room in a stream must not keep the thread waiting
   // whose operation makes that room.
-  Entry* free_entry() {
+  Entry* free_entry(int num_counts) {
     const std::lock_guard lock(mutex_);
-    if (free_.empty()) return nullptr;
-    Entry* entry = free_.front();  // the one that has rested longest
-    free_.pop_front();
+    if (free_.empty() || max_counts_ < num_counts) return nullptr;
+    Entry* entry = free_.back();
+    free_.pop_back();
     return entry;
   }
-  void add_entries() {
-    std::vector<Entry> made(kAtATime);
-    for (Entry& entry : made) {
-      entry.begin = timing_event();
-      entry.end = timing_event();
-    }
-    const std::lock_guard lock(mutex_);
-    for (Entry& entry : made) free_.push_back(&entries_.emplace_back(entry));
-  }
-  // Page-locked memory takes the GPU's attention: it is made for many entries, of the size of the largest so far.
-  void give_words(Entry& entry, int num_words) {
-    if (entry.capacity >= num_words) return;
-    if (take_words(entry, num_words)) return;
+  // For many operations at once, of the size of the largest so far: the GPU may have to rest for it. Smaller entries
+  // are not used again.
+  void add_entries(int num_counts) {
     int each = 0;
     {
       const std::lock_guard lock(mutex_);
-      each = std::max(num_words, capacity_);
+      each = std::max(num_counts, max_counts_);
     }
-    uint64_t* block = nullptr;
-    const size_t count = static_cast<size_t>(each) * kAtATime;
-    EP_CUDA(cudaHostAlloc(reinterpret_cast<void**>(&block), count * sizeof *block, cudaHostAllocMapped));
-    std::fill_n(block, count, 0);
-    {
-      const std::lock_guard lock(mutex_);
-      blocks_.push_back(block);
-      if (each > capacity_) unused_.clear();  // of smaller ones, which stay until the end
-      capacity_ = std::max(each, capacity_);
-      if (each == capacity_) {
-        for (int i = 1; i < kAtATime; i++) unused_.push_back(block + static_cast<size_t>(i) * each);
-      }
-    }
-    entry.words = block;
-    entry.capacity = each;
-  }
-  bool take_words(Entry& entry, int num_words) {
+    const size_t stride = static_cast<size_t>(kTimes + each);
+    uint64_t* words = page_locked(stride * kAtATime);
     const std::lock_guard lock(mutex_);
-    if (unused_.empty() || capacity_ < num_words) return false;
-    entry.words = unused_.back();
-    entry.capacity = capacity_;
-    unused_.pop_back();
-    return true;
+    if (each < max_counts_) return;  // another thread was here with larger ones
+    if (each > max_counts_) free_.clear();
+    max_counts_ = each;
+    for (int i = 0; i < kAtATime; i++) {
+      free_.push_back(
+          &entries_.emplace_back(Entry{.words = words + stride * static_cast<size_t>(i), .max_counts = each}));
+    }
+  }
+  uint64_t* page_locked(size_t count) {
+    uint64_t* words = nullptr;
+    EP_CUDA(cudaHostAlloc(reinterpret_cast<void**>(&words), count * sizeof *words, cudaHostAllocMapped));
+    std::fill_n(words, count, 0);
+    const std::lock_guard lock(mutex_);
+    pieces_.push_back(words);
+    return words;
+  }
+  // At the end of a process, or of a GPU that has failed, errors mean nothing.
+  void free_all() {
+    for (uint64_t* piece : pieces_) cudaFreeHost(piece);
+    cudaStreamDestroy(idle_);
+    cudaGetLastError();
   }
 
   const int device_;
-  cudaEvent_t last_ = nullptr;  // whose time is known
-  double last_ns_ = 0;
+  cudaStream_t idle_ = nullptr;  // also tells of errors
+  int64_t to_host_ns_ = 0;
   std::atomic<uint32_t> tags_{0};
   std::mutex mutex_;  // of what follows
+  std::vector<uint64_t*> pieces_;
   std::deque<Entry> entries_;
-  std::deque<Entry*> free_;
-  std::vector<uint64_t*> blocks_, unused_;
-  int capacity_ = 0;  // of each of unused_
+  std::vector<Entry*> free_;
+  int max_counts_ = 0;  // of each of free_
 };
 
 }  // namespace

@@ -11,8 +11,8 @@ namespace ep {
 
 class GpuRecording {
  public:
-  // An operation: two events, and words for its counts that the GPU writes into the host's memory. They are made once,
-  // many at a time, and used again.
+  // An operation: words of the host's memory, into which kernels before and behind it write their times and counts.
+  // They are made once, many at a time, and used again.
   struct Entry;
   // Of an operation that is done.
   struct Times {
@@ -26,20 +26,19 @@ class GpuRecording {
   // Nothing may be added to a graph.
   static bool is_capturing(void* stream);
 
-  // Before the operation. Any thread.
-  virtual Entry* begin(void* stream) = 0;
-  // Behind it: its end, and a kernel that counts, unless no rows travel (null).
-  virtual void end(Entry& entry, const ObservedCounts* counts, void* stream) = 0;
-  // An entry that nothing on the GPU uses.
+  // Before the operation, which has up to num_counts. Any thread.
+  virtual Entry* begin(int num_counts, void* stream) = 0;
+  // Behind it.
+  virtual void end(Entry& entry, const ObservedCounts& counts, void* stream) = 0;
+  // An entry that is done.
   virtual void give_back(Entry* entry) = 0;
 
-  // Of entries that have ended. Errors of a GPU are raised.
+  // All that was asked for has been written. wait() raises the error of a GPU that has failed.
   virtual bool is_done(const Entry& entry) = 0;
   virtual void wait(const Entry& entry) = 0;
-  // One thread at a time; best in the order of the operations, for a difference of near times is precise.
-  virtual Times take_times(Entry& entry) = 0;
-  // Of an entry that is done. Null: nothing was counted.
-  virtual const uint64_t* words(const Entry& entry) = 0;
+  // Of one that has ended, and is done.
+  virtual Times times(const Entry& entry) = 0;
+  virtual const uint64_t* counts(const Entry& entry) = 0;  // null: nothing was counted
 };
 
 }  // namespace ep

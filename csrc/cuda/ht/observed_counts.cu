@@ -28,6 +28,13 @@ __device__ __forceinline__ const int32_t* of_block(const int32_t* shared, int bl
 }
 #endif
 
+// The kernel begins: what was before it on the stream is over.
+__device__ __forceinline__ void begin_with_time(uint64_t* time_ns) {
+  ptx::wait_for_prerequisites();
+  ptx::launch_dependents();
+  if (blockIdx.x == 0 && threadIdx.x == 0) ptx::st_relaxed_sys(time_ns, ptx::global_timer_ns());
+}
+
 __device__ __forceinline__ void put(const ObservedCounts& p, int i, int32_t count) {
   ptx::st_relaxed_sys(p.out + i, static_cast<uint64_t>(p.tag) << 32 | static_cast<uint32_t>(count));
 }
@@ -87,6 +94,7 @@ __global__ void __cluster_dims__(kBlocks) __launch_bounds__(kThreads)
   const int words = p.num_words();
   for (int i = threadIdx.x; i < words; i += kThreads) bins[i] = 0;
   __syncthreads();
+  begin_with_time(p.time_ns);
   count_ids(p, bins);
   cluster_barrier();
   for (int i = blockIdx.x * kThreads + threadIdx.x; i < words; i += kBlocks * kThreads) {
@@ -99,21 +107,29 @@ __global__ void __cluster_dims__(kBlocks) __launch_bounds__(kThreads)
 }
 
 __global__ void __launch_bounds__(32) observed_rows(const __grid_constant__ ObservedCounts p) {
-  for (int r = threadIdx.x; r < p.shape.num_ranks; r += 32) put(p, r, p.rows[r]);
+  begin_with_time(p.time_ns);
+  for (int r = threadIdx.x; r < p.num_words(); r += 32) put(p, r, p.rows[r]);
 }
+
+__global__ void __launch_bounds__(32) observed_time(uint64_t* time_ns) { begin_with_time(time_ns); }
 
 }  // namespace
 
 void load_observed_counts_kernels() {
   load_kernel(&observed_ids, 0);
   load_kernel(&observed_rows, 0);
+  load_kernel(&observed_time, 0);
+}
+
+void launch_observed_time(uint64_t* time_ns, void* stream) {
+  launch_kernel(&observed_time, 1, 32, 0, true, stream, time_ns);
 }
 
 void launch_observed_counts(ObservedCounts p, void* stream) {
-  if (p.rows != nullptr) return launch_kernel(&observed_rows, 1, 32, 0, false, stream, p);
+  if (p.rows != nullptr || !p.has_rows) return launch_kernel(&observed_rows, 1, 32, 0, true, stream, p);
   p.by_local_experts = Divisor::of(p.shape.local_experts());
   const int bytes = p.num_words() * static_cast<int>(sizeof(int32_t));
-  launch_kernel(&observed_ids, kBlocks, kThreads, bytes, false, stream, p);
+  launch_kernel(&observed_ids, kBlocks, kThreads, bytes, true, stream, p);
 }
 
 }  // namespace ep
