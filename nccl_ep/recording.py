@@ -1,7 +1,7 @@
 """What a program's operations do, written down while it runs: a file a rank, for ``python -m nccl_ep.report``.
 
 All operations of the process are seen, eager or compiled, of either mode, of DeepEP's methods and of backward passes,
-because the library itself tells of them (csrc/runtime/observed.h). csrc/torch/observer.cc makes the lines of the file.
+because the library itself tells of them (csrc/runtime/observed.h). csrc/runtime/recorder.cc makes the lines of files.
 What a CUDA graph replays is not seen, for the host does not call it.
 """
 

@@ -9,24 +9,24 @@
 #include <thread>
 #include <vector>
 
+#include "cuda/ht/observed_counts.h"
 #include "transport/device/device_guard.h"
 
 namespace ep {
-
-// Of `words` the first two are the times before and behind the operation, 0 until they are there.
-struct GpuRecording::Entry {
-  uint64_t* words = nullptr;
-  int max_counts = 0;
-  int num_times = 0, num_counts = 0;  // that its kernels write
-  uint32_t tag = 0;
-};
-
 namespace {
 
 constexpr int kTimes = 2;
 constexpr int kAtATime = 256;  // entries in one piece of page-locked memory
 
-using Entry = GpuRecording::Entry;
+// Of `words` the first two are the times before and behind the operation, 0 until they are there.
+struct Words : GpuRecording::Entry {
+  uint64_t* words = nullptr;
+  int max_counts = 0;
+  int num_times = 0, num_counts = 0;  // that its kernels write
+  uint32_t tag = 0;
+
+  Words(uint64_t* memory, int most) : words(memory), max_counts(most) {}
+};
 
 // A GPU by its number, or, of the emulator, that of the thread.
 class OnGpu {
@@ -61,43 +61,55 @@ class Recording final : public GpuRecording {
     }
   }
 
-  Entry* begin(int num_counts, void* stream) override {
+  Entry* begin(const Observation& operation) override {
     const OnGpu on_gpu(device_);
-    Entry* entry = free_entry(num_counts);
+    const int most = operation.shape.num_ranks + operation.shape.num_experts;
+    Words* entry = free_entry(most);
     while (entry == nullptr) {
-      add_entries(num_counts);
-      entry = free_entry(num_counts);
+      add_entries(most);
+      entry = free_entry(most);
     }
     entry->words[0] = entry->words[1] = 0;
     entry->num_times = entry->num_counts = 0;
     try {
-      launch_observed_time(entry->words, stream);
+      launch_observed_time(entry->words, operation.stream);
     } catch (const Error&) {
-      give_back(entry);
+      give_back(*entry);
       throw;
     }
     entry->num_times = 1;
     return entry;
   }
 
-  void end(Entry& entry, const ObservedCounts& counts, void* stream) override {
+  void end(Entry& given, const Observation& operation, bool has_rows, bool has_choices) override {
     const OnGpu on_gpu(device_);
-    ObservedCounts wanted = counts;
-    wanted.has_rows = counts.has_rows && counts.can_be_counted() && counts.num_words() <= entry.max_counts;
-    wanted.out = entry.words + kTimes;
-    wanted.time_ns = entry.words + 1;
-    wanted.tag = entry.tag = ++tags_;
-    launch_observed_counts(wanted, stream);
+    Words& entry = static_cast<Words&>(given);
+    ObservedCounts counts{.ids = operation.ids,
+                          .is_idx64 = operation.is_idx64,
+                          .num_tokens = operation.num_tokens,
+                          .shape = operation.shape,
+                          .has_row_per_choice = operation.has_row_per_choice,
+                          .has_choices = has_choices,
+                          .rows = operation.rows,
+                          .has_rows = has_rows,
+                          .out = entry.words + kTimes,
+                          .tag = ++tags_,
+                          .time_ns = entry.words + 1};
+    counts.has_rows = has_rows && counts.can_be_counted();
+    launch_observed_counts(counts, operation.stream);
+    entry.tag = counts.tag;
     entry.num_times = 2;
-    entry.num_counts = wanted.num_words();
+    entry.num_counts = counts.num_words();
   }
 
-  void give_back(Entry* entry) override {
+  void give_back(Entry& given) override {
+    Words& entry = static_cast<Words&>(given);
     const std::lock_guard lock(mutex_);
-    if (entry->max_counts >= max_counts_) free_.push_back(entry);
+    if (entry.max_counts >= max_counts_) free_.push_back(&entry);
   }
 
-  bool is_done(const Entry& entry) override {
+  bool is_done(const Entry& given) override {
+    const Words& entry = static_cast<const Words&>(given);
     for (int i = 0; i < entry.num_times; i++) {
       if (seen(entry.words[i]) == 0) return false;
     }
@@ -112,11 +124,15 @@ class Recording final : public GpuRecording {
       std::this_thread::sleep_for(std::chrono::microseconds(20));
     }
   }
-  Times times(const Entry& entry) override {
+  Times times(const Entry& given) override {
+    const Words& entry = static_cast<const Words&>(given);
     const uint64_t begin = entry.words[0], end = entry.words[1];
     return {static_cast<int64_t>(begin) + to_host_ns_, static_cast<double>(end - begin) * 1e-3};
   }
-  const uint64_t* counts(const Entry& entry) override { return entry.num_counts > 0 ? entry.words + kTimes : nullptr; }
+  const uint64_t* counts(const Entry& given) override {
+    const Words& entry = static_cast<const Words&>(given);
+    return entry.num_counts > 0 ? entry.words + kTimes : nullptr;
+  }
 
  private:
   // From the GPU's clock to the host's, by a kernel on an idle stream: no caller's stream is waited for.
@@ -144,10 +160,10 @@ class Recording final : public GpuRecording {
 
   // Calls of CUDA are made without the mutex: one that waits for room in a stream must not keep the thread waiting
   // whose operation makes that room.
-  Entry* free_entry(int num_counts) {
+  Words* free_entry(int num_counts) {
     const std::lock_guard lock(mutex_);
     if (free_.empty() || max_counts_ < num_counts) return nullptr;
-    Entry* entry = free_.back();
+    Words* entry = free_.back();
     free_.pop_back();
     return entry;
   }
@@ -166,8 +182,7 @@ class Recording final : public GpuRecording {
     if (each > max_counts_) free_.clear();
     max_counts_ = each;
     for (int i = 0; i < kAtATime; i++) {
-      free_.push_back(
-          &entries_.emplace_back(Entry{.words = words + stride * static_cast<size_t>(i), .max_counts = each}));
+      free_.push_back(&entries_.emplace_back(words + stride * static_cast<size_t>(i), each));
     }
   }
   uint64_t* page_locked(size_t count) {
@@ -191,16 +206,16 @@ class Recording final : public GpuRecording {
   std::atomic<uint32_t> tags_{0};
   std::mutex mutex_;  // of what follows
   std::vector<uint64_t*> pieces_;
-  std::deque<Entry> entries_;
-  std::vector<Entry*> free_;
+  std::deque<Words> entries_;
+  std::vector<Words*> free_;
   int max_counts_ = 0;  // of each of free_
 };
 
 }  // namespace
 
-std::unique_ptr<GpuRecording> GpuRecording::make(int device) { return std::make_unique<Recording>(device); }
+std::unique_ptr<GpuRecording> make_gpu_recording(int device) { return std::make_unique<Recording>(device); }
 
-bool GpuRecording::is_capturing(void* stream) {
+bool is_capturing_stream(void* stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   const cudaError_t state = cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status);
   if (state != cudaSuccess) cudaGetLastError();  // of the default stream beside a capture

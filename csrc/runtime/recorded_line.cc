@@ -1,4 +1,4 @@
-#include "torch/recorded_line.h"
+#include "runtime/recorded_line.h"
 
 #include <charconv>
 #include <cstdio>

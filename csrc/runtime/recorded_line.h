@@ -34,7 +34,7 @@ struct RecordedLine {
   bool can_have_rows() const { return row_bytes > 0 && !has_failed; }
   bool has_choices() const { return !is_home_bound; }
   void count(const Observation& seen);  // of an operation on the CPU
-  void take(const uint64_t* words);     // of its GPU, as ObservedCounts has them
+  void take(const uint64_t* words);     // of its GPU, as GpuRecording has them
   std::string device() const { return device_index < 0 ? "cpu" : "cuda:" + std::to_string(device_index); }
   std::string text() const;  // JSON, the inside of an object
 };
