@@ -51,7 +51,10 @@ class FakeRecording final : public GpuRecording {
     if (has_rows) own.words.assign(static_cast<size_t>(words), 7ull << 32 | operation.number);
   }
   void give_back(Entry&) override { gpu_.in_use--; }
-  bool is_done(const Entry& entry) override { return static_cast<const Operation&>(entry).number <= gpu_.done; }
+  bool is_done(const Entry& entry) override {
+    gpu_.asked++;
+    return static_cast<const Operation&>(entry).number <= gpu_.done;
+  }
   void wait(const Entry& entry) override {
     gpu_.waits++;
     if (gpu_.has_failed && !is_done(entry)) raise(ErrorKind::kSystem, "the GPU has failed");
