@@ -120,9 +120,9 @@ TEST(HtHandleShape, PartsDoNotOverlap) {
         const auto begin = static_cast<uint64_t>(part - route.data());
         return Piece{begin, begin + count, name};
       };
-      std::vector<Piece> pieces{piece(handle.counts, 16, "counts"), piece(handle.expert_counts, 3, "experts"),
-                                piece(handle.alignment, 1, "alignment"), piece(handle.dispatch, 1, "dispatch"),
-                                piece(handle.own.ids, 5 * topk, "ids"), piece(handle.own.rows, 5 * topk, "rows"),
+      std::vector<Piece> pieces{piece(handle.counts, 16, "counts"),        piece(handle.expert_counts, 3, "experts"),
+                                piece(handle.alignment, 1, "alignment"),   piece(handle.dispatch, 1, "dispatch"),
+                                piece(handle.own.ids, 5 * topk, "ids"),    piece(handle.own.rows, 5 * topk, "rows"),
                                 piece(handle.own.slots, 5 * topk, "slots")};
       if (num_domains > 1) {
         pieces.push_back(piece(handle.rail_tokens, 2, "rail tokens"));
