@@ -37,6 +37,7 @@ _LEFT_OUT = {  # what serve.py has and this program has not
     "report": None,
 }  # fmt: skip
 _context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["examples.moe_lm.server"])  # a new rank is there at once
 
 
 class RankDied(Exception):
