@@ -27,11 +27,16 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def with_inductor(kinds: list[str], quick: str, *backends: str) -> list[Any]:
-    """(backend, kind) of all; Inductor, which calls g++ each time, with ``quick`` alone in `make test`."""
+    """(backend, kind) of all.
+
+    In `make test`, Inductor, which calls g++ each time, has ``quick`` alone. So has Dynamo alone where AOTAutograd,
+    which takes its graphs, has all.
+    """
+    few = ("inductor", "eager") if "aot_eager" in backends else ("inductor",)
     return [
         pytest.param(
             backend, kind, id=f"{backend}-{kind}",
-            marks=pytest.mark.slow if backend == "inductor" and kind != quick else (),
+            marks=pytest.mark.slow if backend in few and kind != quick else (),
         )
         for kind in kinds
         for backend in (*backends, "inductor")
