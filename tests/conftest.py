@@ -1,4 +1,4 @@
-"""For all tests: torch's threads; the C library, built and installed once for those that want it."""
+"""For all tests: their order; torch's threads; the C library, built and installed once for those that want it."""
 
 from __future__ import annotations
 
@@ -18,6 +18,19 @@ from tests.c.case import run
 if not torch.cuda.is_available():
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start
+
+# Files that take longest. They begin before all others: one that begins late keeps one core, and the rest have nothing.
+LONGEST = (
+    "training/test_compile.py",
+    "training/test_compile_tokens.py",
+    "training/test_compiled_arrivals.py",
+    "torch_events/test_stream_event.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {ROOT / "tests" / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))  # the rest stays as it was
 
 
 @pytest.fixture(scope="session")
