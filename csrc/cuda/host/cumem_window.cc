@@ -116,9 +116,7 @@ CumemWindow::Handle CumemWindow::create(uint64_t bytes) const {
   return memory;
 }
 
-CUdeviceptr CumemWindow::address_of(int rank) const {
-  return reinterpret_cast<CUdeviceptr>(peers_.at<char>(rank, 0));
-}
+CUdeviceptr CumemWindow::address_of(int rank) const { return reinterpret_cast<CUdeviceptr>(peers_.at<char>(rank, 0)); }
 
 void CumemWindow::map(int rank, Handle memory, uint64_t bytes) {
   unmap(rank);
@@ -135,8 +133,9 @@ void CumemWindow::map(int rank, Handle memory, uint64_t bytes) {
   access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
   const CUresult result = driver().mem_set_access(begin, peers_.stride, &access, 1);
   if (result != CUDA_SUCCESS && rank != peers_.rank) {
-    raise(ErrorKind::kSystem, "this GPU cannot reach the memory of rank ", rank,
-          ": GPUs whose windows are of cuMem must be in one machine, and every one must have peer access to every other");
+    raise(
+        ErrorKind::kSystem, "this GPU cannot reach the memory of rank ", rank,
+        ": GPUs whose windows are of cuMem must be in one machine, and every one must have peer access to every other");
   }
   check_driver(result, "cuMemSetAccess");
 }
@@ -157,7 +156,7 @@ void CumemWindow::unmap(int rank) {
 }
 
 void CumemWindow::exchange(DescriptorMail& mail, const std::vector<int>& ranks,
-                             const std::vector<DescriptorMail::Address>& others, double seconds) {
+                           const std::vector<DescriptorMail::Address>& others, double seconds) {
   int fd = -1;
   check_driver(driver().mem_export(&fd, own_, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0),
                "cuMemExportToShareableHandle");

@@ -69,8 +69,7 @@ void make_window(Bootstrap& bootstrap, Memory& memory, const Topology& topology,
     EP_CHECK_USAGE(!is_on_one_gpu || bootstrap.num_ranks() == 1, "all ranks use one GPU, ", identity.address,
                    ": those whose windows are of cuMem have one each");
     const double seconds = std::max(config.timeout_seconds, kMinSetupSeconds);
-    memory.cumem_window =
-        std::make_unique<CumemWindow>(bootstrap, memory.device, topology.num_ranks, bytes, seconds);
+    memory.cumem_window = std::make_unique<CumemWindow>(bootstrap, memory.device, topology.num_ranks, bytes, seconds);
     memory.peers = memory.cumem_window->peers();
   } else if (bootstrap.num_ranks() == 1) {
     EP_CUDA(cudaMalloc(reinterpret_cast<void**>(&memory.own_window), bytes));
