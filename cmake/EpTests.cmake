@@ -25,6 +25,16 @@ if(GTest_FOUND)
   target_include_directories(ep_tests PRIVATE tests/cpp tests)
   target_link_libraries(ep_tests PRIVATE ep_core_testing ep_api_archive GTest::gtest GTest::gtest_main)
   target_precompile_headers(ep_tests PRIVATE <gtest/gtest.h>)
+  # Of a small file a compiler spends most of its time on headers, so unit tests are three files, by turns. The largest,
+  # and those with a name that another has too, stay alone.
+  file(GLOB unit_tests CONFIGURE_DEPENDS tests/cpp/unit/*.cc)
+  list(FILTER unit_tests EXCLUDE REGEX "/(geometry|routing|ht_routing|rail|small_blocks)_test.cc$")
+  set(turn 0)
+  foreach(source IN LISTS unit_tests)
+    set_source_files_properties(${source} PROPERTIES UNITY_GROUP unit_${turn})
+    math(EXPR turn "(${turn} + 1) % 3")
+  endforeach()
+  set_target_properties(ep_tests PROPERTIES UNITY_BUILD ON UNITY_BUILD_MODE GROUP)
   gtest_discover_tests(ep_tests DISCOVERY_MODE PRE_TEST DISCOVERY_TIMEOUT 60
     PROPERTIES TIMEOUT 600 ENVIRONMENT "TSAN_OPTIONS=halt_on_error=1")
 
