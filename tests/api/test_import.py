@@ -65,6 +65,8 @@ def test_it_costs_little_beyond_torch_and_brings_no_compiler() -> None:
         seconds, *brought = run(COST).split()
         assert brought == ["False", "False"]
         costs.append(float(seconds))
+        if costs[-1] <= MOST:
+            break
     assert min(costs) <= MOST, costs
 
 
