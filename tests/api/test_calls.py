@@ -18,6 +18,7 @@ import nccl_ep
 from nccl_ep import deep_ep
 from nccl_ep.handle import DispatchOutput, Handle
 from nccl_ep.testing import ThreadGroup, run_ranks
+from tests.support.op_checks import number_at, unnumbered
 
 T, H, K, E = 6, 128, 2, 4
 Call = Callable[[], Any]
@@ -54,15 +55,17 @@ def inputs(seed: int = 3) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return x, torch.randint(-1, E, (T, K), generator=generator), torch.rand(T, K, generator=generator)
 
 
-def flat(value: Any) -> list[Any]:
-    """Tensors and numbers in what an operation returns."""
+def flat(value: Any, numbered: bool = True) -> list[Any]:
+    """Tensors and numbers in what an operation returns; not ``numbered``: but of which dispatch a handle is."""
     if isinstance(value, DispatchOutput | Handle):
-        names = [field.name for field in dataclasses.fields(value) if field.name != "seq"]
-        return [each for name in names for each in flat(getattr(value, name))]
+        parts = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.name != "seq"}
+        if isinstance(value, Handle) and value.mode == "ht" and not numbered:
+            parts["tensor"] = unnumbered(value.tensor, number_at(value))
+        return [each for part in parts.values() for each in flat(part, numbered)]
     if isinstance(value, deep_ep.EventOverlap):
         return [value.event, value.extra_tensors]
     if isinstance(value, tuple | list):
-        return [each for part in value for each in flat(part)]
+        return [each for part in value for each in flat(part, numbered)]
     return [value]
 
 
@@ -72,7 +75,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def same(mine: Any, theirs: Any) -> bool:
-    left, right = flat(mine), flat(theirs)
+    left, right = flat(mine, numbered=False), flat(theirs, numbered=False)
     return len(left) == len(right) and all(
         (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride()) and torch.equal(as_bytes(a), as_bytes(b))
         if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
@@ -153,13 +156,19 @@ def deepep_calls(view: deep_ep.Buffer) -> dict[str, Call]:
         "combine zero_copy": lambda: view.low_latency_combine(rows, ids, weights, ll_handle, zero_copy=True, out=dest),
         "hooks": hooked,
         "layout": lambda: view.get_dispatch_layout(ids, E),
-        "normal": lambda: view.dispatch(x, **normal),
-        "normal, scales": lambda: view.dispatch(quantised, expert_alignment=4, **normal),
-        "normal, worst": lambda: view.dispatch(x, num_worst_tokens=T, **normal)[2:],
+        "normal": lambda: unrouted(view.dispatch(x, **normal)),
+        "normal, scales": lambda: unrouted(view.dispatch(quantised, expert_alignment=4, **normal)),
+        "normal, worst": lambda: unrouted(view.dispatch(x, num_worst_tokens=T, **normal))[2:],
         "cached": lambda: view.dispatch(x, handle),
         "normal combine": lambda: view.combine(recv, handle),
         "normal combine, weights": lambda: view.combine(wide[0], wide[4], topk_weights=wide[2]),
     }
+
+
+def unrouted(result: Any) -> Any:
+    """Without the handle's second part, which says of which dispatch it is."""
+    handle = result[4]
+    return *result[:4], handle[0], handle[2:], *result[5:]
 
 
 def layout_of(view: deep_ep.Buffer, ids: torch.Tensor) -> dict[str, torch.Tensor]:

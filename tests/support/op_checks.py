@@ -58,18 +58,23 @@ def number_at(handle: nccl_ep.Handle) -> int:
     return _C.ht_route_parts(handle.num_ranks, int(handle.seq.shape[2]), *sizes)[0] + handle.num_local_experts + 1
 
 
+def unnumbered(tensor: torch.Tensor, at: int) -> torch.Tensor:
+    """That of a handle, without the number that stands there."""
+    return torch.cat([tensor[:at], tensor[at + 1 :]])
+
+
 @contextlib.contextmanager
 def apart_from_numbers(handle: nccl_ep.Handle) -> Iterator[None]:
     """opcheck runs an op several times, and compares. Here without the numbers in handles of that size."""
     size, at, assert_close = handle.tensor.shape, number_at(handle), torch.testing.assert_close
 
-    def unnumbered(each: Any) -> Any:
+    def without(each: Any) -> Any:
         if not isinstance(each, torch.Tensor) or each.dtype != torch.int32 or each.shape != size:
             return each
-        return torch.cat([each[:at], each[at + 1 :]])
+        return unnumbered(each, at)
 
     def compare(actual: Any, expected: Any, **options: Any) -> None:
-        assert_close(tree_map(unnumbered, actual), tree_map(unnumbered, expected), **options)
+        assert_close(tree_map(without, actual), tree_map(without, expected), **options)
 
     with mock.patch.object(torch.testing, "assert_close", compare):
         yield

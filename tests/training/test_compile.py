@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import nccl_ep
-from nccl_ep.testing import run_ranks
+from tests.support.processes import run_processes
 from tests.training.moe import EXPERT_LAYOUTS, EXPERTS, HIDDEN, TOPK, apply_experts, make_buffer
 
 BACKENDS = ("eager", "aot_eager", "inductor")
@@ -127,22 +129,23 @@ def test_a_compiled_layer_trains_alike_by_every_way_of_calling(backend: str, how
     ("backend", "kind"),
     with_inductor(["ll expert_major", "ht packed", "ht packed, exact"], "ll expert_major", "aot_eager"),
 )
-def test_a_compiled_layer_of_two_ranks_trains_as_the_eager_one(backend: str, kind: str) -> None:
-    def body(group: Any) -> None:
-        how = KINDS[kind] | ({"capacity": 16} if kind == "ht expert_major" else {})
-        with make_buffer(group) as buffer:
-            layer = Layer(buffer, **how)
-            x = torch.randn(3 + 2 * group.rank(), HIDDEN, generator=torch.Generator().manual_seed(group.rank()))
-            want = train_step(layer, x)
-            compiled = torch.compile(layer, backend=backend, fullgraph=True)
-            leaf = x.clone().requires_grad_()
-            layer.zero_grad()
-            out = compiled(leaf)
-            out.sin().sum().backward()
-            got = [out.detach(), leaf.grad, *(each.grad for each in layer.parameters())]
-            check_equal([each for each in got if each is not None], want)
+def test_a_compiled_layer_of_two_ranks_trains_as_the_eager_one(backend: str, kind: str, tmp_path: Path) -> None:
+    """In processes: what Dynamo has compiled in one thread, it keeps from others."""
+    run_processes(2, _train_compiled, tmp_path, backend, kind)
 
-    run_ranks(2, body)
+
+def _train_compiled(rank: int, backend: str, kind: str) -> None:
+    with make_buffer(dist.group.WORLD) as buffer:
+        layer = Layer(buffer, **KINDS[kind])
+        x = torch.randn(3 + 2 * rank, HIDDEN, generator=torch.Generator().manual_seed(rank))
+        want = train_step(layer, x)
+        compiled = torch.compile(layer, backend=backend, fullgraph=True)
+        leaf = x.clone().requires_grad_()
+        layer.zero_grad()
+        out = compiled(leaf)
+        out.sin().sum().backward()
+        got = [out.detach(), leaf.grad, *(each.grad for each in layer.parameters())]
+        check_equal([each for each in got if each is not None], want)
 
 
 def test_a_compiled_model_with_a_loop_over_layers_trains_alike() -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._inductor.utils import run_and_get_code
 
 import nccl_ep
 from nccl_ep.arrivals import Arrivals
-from nccl_ep.testing import run_ranks
+from tests.support.processes import run_processes
 from tests.training.moe import EXPERTS, HIDDEN, TOPK, make_buffer
 
 TOKENS, ROWS = 6, 4
@@ -99,15 +101,17 @@ def test_a_compiled_layer_takes_blocks_as_they_arrive(backend: str, kind: str, w
 
 
 @pytest.mark.parametrize("kind", ["ll", "ht"])
-def test_a_compiled_layer_of_two_ranks_has_the_eager_ones_bits(kind: str) -> None:
-    def body(group: Any) -> None:
-        with make_buffer(group) as buffer:
-            layer = Layer(buffer, kind)
-            x, idx = inputs(group.rank())
-            want = layer(x, idx)
-            assert torch.equal(torch.compile(layer, backend="aot_eager", fullgraph=True)(x, idx), want)
+def test_a_compiled_layer_of_two_ranks_has_the_eager_ones_bits(kind: str, tmp_path: Path) -> None:
+    """In processes: what Dynamo has compiled in one thread, it keeps from others."""
+    run_processes(2, _compiled, tmp_path, kind)
 
-    run_ranks(2, body)
+
+def _compiled(rank: int, kind: str) -> None:
+    with make_buffer(dist.group.WORLD) as buffer:
+        layer = Layer(buffer, kind)
+        x, idx = inputs(rank)
+        want = layer(x, idx)
+        assert torch.equal(torch.compile(layer, backend="aot_eager", fullgraph=True)(x, idx), want)
 
 
 @pytest.mark.parametrize("kind", ["ll", "ht"])
