@@ -2,6 +2,7 @@
 // of it. csrc/cuda/host/gpu_recording.cc has it, tests one of their own.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -9,6 +10,12 @@
 #include "runtime/observed.h"
 
 namespace ep {
+
+// The host's clock, of CLOCK_MONOTONIC as Python's time.monotonic_ns().
+inline int64_t host_clock_ns() {
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
+}
 
 class GpuRecording {
  public:

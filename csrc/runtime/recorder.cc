@@ -1,29 +1,19 @@
 #include "runtime/recorder.h"
 
-#include <chrono>
 #include <utility>
 
 namespace ep {
-namespace {
-
-// Of CLOCK_MONOTONIC, as Python's time.monotonic_ns().
-int64_t now_ns() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
-      .count();
-}
-
-}  // namespace
 
 void* Recorder::begin(const Observation& seen) noexcept {
   if (is_forked()) return nullptr;
   auto begun = std::make_unique<Begun>();
   if (is_on_gpu(seen)) begin_on_gpu(seen, *begun);
-  begun->ns = now_ns();
+  begun->ns = host_clock_ns();
   return begun.release();
 }
 
 void Recorder::end(const Observation& seen, void* given, bool has_failed) noexcept {
-  const int64_t end_ns = now_ns();
+  const int64_t end_ns = host_clock_ns();
   const std::unique_ptr<Begun> begun(static_cast<Begun*>(given));
   if (begun == nullptr) return;
   auto line = std::make_unique<RecordedLine>(seen, begun->ns, end_ns, has_failed);

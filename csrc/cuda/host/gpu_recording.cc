@@ -142,10 +142,7 @@ class Recording final : public GpuRecording {
       *word = 0;
       launch_observed_time(word, idle_);
       while (seen(*word) == 0) check_gpu();
-      to_host_ns_ =
-          std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
-              .count() -
-          static_cast<int64_t>(*word);
+      to_host_ns_ = host_clock_ns() - static_cast<int64_t>(*word);
     }
   }
   void check_gpu() const {
