@@ -143,6 +143,10 @@ def tensors_of(args: Any) -> list[torch.Tensor]:
     return [each for each in pytree.tree_leaves(args) if isinstance(each, torch.Tensor)]
 
 
+def written_by(name: str, args: Args) -> list[torch.Tensor]:
+    return tensors_of([args[i] for i in changes(name)])
+
+
 def versions(tensors: list[torch.Tensor]) -> list[int]:
     return [each._version for each in tensors]
 
@@ -182,6 +186,21 @@ WAYS: dict[str, Callable[[str, Args], Any]] = {
 }
 
 
+def require_marks(name: str, way: str, buffer: nccl_ep.Buffer, inference: bool) -> None:
+    """A call marks what it writes, once, and nothing else."""
+    calls = Calls(buffer)
+    args = getattr(calls, name)()
+    written = written_by(name, args)
+    others = tensors_of([each for i, each in enumerate(args) if i not in changes(name)])
+    assert written and buffer._seq._version == 0
+    before, apart = versions(written), versions(others)
+    with torch.inference_mode(inference):
+        result = WAYS[way](name, args)
+    assert versions(written) == [each + 1 for each in before]
+    assert versions(others) == apart and buffer._seq._version == 0
+    calls.finish(name, args, result)
+
+
 def test_all_ops_that_write_are_in_the_table() -> None:
     assert len(WRITING) == 14
     assert all(hasattr(Calls, name) for name in WRITING)
@@ -190,16 +209,7 @@ def test_all_ops_that_write_are_in_the_table() -> None:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", WRITING)
 def test_what_an_op_writes_is_marked_once_and_nothing_else(name: str, way: str, buffer: nccl_ep.Buffer) -> None:
-    calls = Calls(buffer)
-    args = getattr(calls, name)()
-    written = tensors_of([args[i] for i in changes(name)])
-    others = tensors_of([each for i, each in enumerate(args) if i not in changes(name)])
-    assert written and buffer._seq._version == 0
-    before, apart = versions(written), versions(others)
-    result = WAYS[way](name, args)
-    assert versions(written) == [each + 1 for each in before]
-    assert versions(others) == apart and buffer._seq._version == 0
-    calls.finish(name, args, result)
+    require_marks(name, way, buffer, inference=False)
 
 
 @pytest.mark.parametrize("name", WRITING)
@@ -207,7 +217,7 @@ def test_a_graph_that_has_saved_what_an_op_writes_raises(name: str, buffer: nccl
     calls = Calls(buffer)
     args = getattr(calls, name)()
     factor = torch.ones((), requires_grad=True)
-    products = [(each * factor).sum() for each in tensors_of([args[i] for i in changes(name)])]
+    products = [(each * factor).sum() for each in written_by(name, args)]
     calls.finish(name, args, getattr(ops, name).default(*args))
     for product in products:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -222,7 +232,7 @@ def test_tensors_of_inference_mode_are_written(name: str, way: str, buffer: nccl
         calls = Calls(buffer)
         for _ in range(2):
             args = getattr(calls, name)()
-            assert all(each.is_inference() for each in tensors_of([args[i] for i in changes(name)]))
+            assert all(each.is_inference() for each in written_by(name, args))
             calls.finish(name, args, WAYS[way](name, args))
         args = getattr(calls, name)()
     calls.finish(name, args, WAYS[way](name, args))
@@ -231,14 +241,7 @@ def test_tensors_of_inference_mode_are_written(name: str, way: str, buffer: nccl
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", WRITING)
 def test_inference_mode_marks_what_others_may_have_saved(name: str, way: str, buffer: nccl_ep.Buffer) -> None:
-    calls = Calls(buffer)
-    args = getattr(calls, name)()
-    written = tensors_of([args[i] for i in changes(name)])
-    before = versions(written)
-    with torch.inference_mode():
-        result = WAYS[way](name, args)
-    assert versions(written) == [each + 1 for each in before] and buffer._seq._version == 0
-    calls.finish(name, args, result)
+    require_marks(name, way, buffer, inference=True)
 
 
 @pytest.mark.parametrize("name", ["ll_combine_out", "ht_combine_out", "ll_combine_deepep"])
@@ -277,7 +280,7 @@ class Wrapper(torch.Tensor):
 def test_a_wrapper_is_marked_with_what_it_holds(name: str, way: str, buffer: nccl_ep.Buffer) -> None:
     calls = Calls(buffer)
     args = getattr(calls, name)()
-    inner = tensors_of([args[i] for i in changes(name)])
+    inner = written_by(name, args)
     wrapped = tuple(
         pytree.tree_map_only(torch.Tensor, Wrapper, each) if i in changes(name) else each for i, each in enumerate(args)
     )
