@@ -9,6 +9,8 @@ from typing import Any
 from ..records import Record
 from . import table
 
+MOST_LINEAR = 10  # times the shortest bar that the longest has on a linear axis
+
 
 def draw(found: list[Record], path: Path) -> None:
     """As PNG or SVG, by the file's name. Exits without matplotlib."""
@@ -20,17 +22,25 @@ def draw(found: list[Record], path: Path) -> None:
     figure = make(figsize=(3.6 * len(shown) + 2.5, 0.45 * len(rows) + 1.8), layout="constrained")
     panels = figure.subplots(1, len(shown), sharey=True, squeeze=False)[0]
     names, owner = [], ""
-    for name, _, _ in rows:
+    for name, mine, _ in rows:
         owner = owner if name.startswith("its ") else name.replace("`", "").split(", rank-major")[0]
         names.append(f"{owner}, rank-major rows" if name.startswith("its ") else owner)
+        names[-1] += "" if _has_graphs(mine) else ", by events"
     for column, panel in zip(shown, panels, strict=True):
         values = [_shown(mine, column, layouts) for _, mine, layouts in rows]
         colours = ["tab:blue" if name.startswith("nccl_ep") else "tab:gray" for name in names]
         bars = panel.barh(range(len(rows)), [value or 0 for value in values], color=colours)
         panel.bar_label(bars, ["" if value is None else f"{value:,.{column.digits}f}" for value in values], padding=3)
         panel.set_title(column.title, fontsize=9)
-        panel.set_xlim(0, 1.3 * max([value for value in values if value is not None], default=1))
-        panel.set_xlabel("MB" if column.figure == "memory_total" else "us", fontsize=8)
+        known = [value for value in values if value]
+        unit = "MB" if column.figure == "memory_total" else "us"
+        if known and max(known) > MOST_LINEAR * min(known):
+            panel.set_xscale("log")
+            panel.set_xlim(min(known) / 2, 6 * max(known))
+            unit += ", logarithmic"
+        else:
+            panel.set_xlim(0, 1.3 * max(known, default=1))
+        panel.set_xlabel(unit, fontsize=8)
     panels[0].set_yticks(range(len(rows)), names, fontsize=9)
     panels[0].invert_yaxis()
     first = found[0]
@@ -43,5 +53,9 @@ def draw(found: list[Record], path: Path) -> None:
 
 
 def _shown(found: list[Record], column: table.Column, layouts: tuple[str, ...]) -> float | None:
-    has_graphs = any(each["figure"] == "graph" for each in found)
-    return table.value_of(found, column, layouts, "event" if column.figure == "graph" and not has_graphs else "")
+    by_events = column.figure == "graph" and not _has_graphs(found)
+    return table.value_of(found, column, layouts, "event" if by_events else "")
+
+
+def _has_graphs(found: list[Record]) -> bool:
+    return any(each["figure"] == "graph" for each in found)

@@ -11,6 +11,7 @@ import pytest
 ROOT = next(parent for parent in Path(__file__).resolve().parents if (parent / "pyproject.toml").is_file())
 RECORDS = ROOT / "records"
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+NAMES = {"NCCL EP": "nccl_ep_nvidia", "FlashInfer": "flashinfer", "torch": "torch_all_to_all", "nccl_ep": "nccl_ep"}
 SYSTEMS = ("nccl_ep", "deepep_v1", "nccl_ep_nvidia", "flashinfer")  # the columns of the comparison
 
 
@@ -102,6 +103,7 @@ def is_of(record: dict[str, Any], row: str, column: str, dtype: str | None) -> b
     said = re.search(r"(?<!\w)([\d,]+) tokens", words) or re.fullmatch(r"(\d+)", column)
     machine = re.search(r"(two|four) (H\d00)s", row)
     kinds = {
+        "eager": ("event", "queued"),
         "altogether": ("memory_total",),
         "window": ("memory",),
         "MB": ("memory",),
@@ -114,6 +116,8 @@ def is_of(record: dict[str, Any], row: str, column: str, dtype: str | None) -> b
         and (not machine or (record["ranks"], machine[2] in record["device"]) == ((2, 4)[machine[1] == "four"], True))
         and (len(layouts) != 1 or record["layout"] in layouts)
         and (dtype is None or record["dtype"] == dtype)
+        and ("FP8 already" not in words or record["dtype"] == "given_fp8")
+        and record["system"] == NAMES.get(column, record["system"])
         and record.get("cached", False) in (None, "cached" in words)
         and (column.strip('`"') not in ("bf16", "fp8", "logfmt") or record.get("wire") == column.strip('`"'))
         and record["figure"] in kind
