@@ -58,6 +58,8 @@ class Backend {
   // Between operations. The next one knows it.
   virtual void set_mask(int rank, bool is_masked) = 0;
 
+  // Whether high throughput's kernels write RecordedWords.
+  virtual bool has_own_times() const { return false; }
   // Whether its operations take the entries of a handle for true, so that the group checks them.
   virtual bool trusts_handles() const { return false; }
 

@@ -31,10 +31,13 @@ class GpuRecording {
 
   virtual ~GpuRecording() = default;
 
-  // Before the operation. Any thread, as the next two.
+  // Before the operation. Any thread, as the next four.
   virtual Entry* begin(const Observation& operation) = 0;
+  virtual RecordedWords words_of(const Entry& entry) = 0;
   // Behind it. Its rows are counted, and the choices of each expert, or not.
   virtual void end(Entry& entry, const Observation& operation, bool has_rows, bool has_choices) = 0;
+  // Instead of end(): it is not known whether the operation's kernels run.
+  virtual void fail(Entry& entry, const Observation& operation) = 0;
   // An entry that is done.
   virtual void give_back(Entry& entry) = 0;
 

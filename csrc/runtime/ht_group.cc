@@ -109,7 +109,10 @@ void Group::run(HtDispatchParams& p, void* stream) {
     seen.ids = routes(p.variant) ? p.topk_idx : p.handle.own.ids;
     seen.is_idx64 = routes(p.variant) && p.is_idx64;
   }
+  seen.has_own_times = backend()->has_own_times();
+  seen.has_own_counts = seen.has_own_times && p.variant == HtVariant::kRouteAndSend;
   const Observed observed(seen);
+  p.recorded = observed.words();
   backend()->ht_dispatch(p, stream);
 }
 
@@ -153,7 +156,9 @@ void Group::combine(HtCombineParams& p, void* stream) {
   seen.is_home_bound = true;
   seen.row_bytes = row.body_bytes;
   seen.rows = p.handle.counts + static_cast<int64_t>(rank_) * num_ranks();
+  seen.has_own_times = seen.has_own_counts = backend()->has_own_times();
   const Observed observed(seen);
+  p.recorded = observed.words();
   backend()->ht_combine(p, stream);
 }
 

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "layout/common/shape.h"
+#include "runtime/common/recorded_words.h"
 #include "runtime/ranges.h"
 
 namespace ep {
@@ -29,6 +30,8 @@ struct Observation {
   const int32_t* rows = nullptr;  // [R] rows to or from each rank, on the device when it is over; null: by the ids
   int device_index = -1;          // CUDA device; -1: the CPU
   void* stream = nullptr;
+  // Its kernels write RecordedWords: the times, and the counts. Else kernels before and behind it do.
+  bool has_own_times = false, has_own_counts = false;
 
   // All but the rows that travel.
   static Observation of(const Group& group, const char* operation, uint64_t number, const Shape& shape, int num_tokens,
@@ -40,6 +43,8 @@ class Observer {
   virtual ~Observer() = default;
   // What end() is given, in the same thread.
   virtual void* begin(const Observation& operation) noexcept = 0;
+  // For the kernels of an operation that has its own times.
+  virtual RecordedWords words_of(void* begun) noexcept = 0;
   // The call returns, or fails; on a GPU the operation is on its stream.
   virtual void end(const Observation& operation, void* begun, bool has_failed) noexcept = 0;
 };
@@ -55,6 +60,8 @@ class Observed {
   ~Observed();
   Observed(const Observed&) = delete;
   Observed& operator=(const Observed&) = delete;
+
+  RecordedWords words() const { return observer_ != nullptr ? observer_->words_of(begun_) : RecordedWords(); }
 
  private:
   const Observation operation_;

@@ -12,6 +12,11 @@ void* Recorder::begin(const Observation& seen) noexcept {
   return begun.release();
 }
 
+RecordedWords Recorder::words_of(void* given) noexcept {
+  const auto* begun = static_cast<const Begun*>(given);
+  return begun != nullptr && begun->entry != nullptr ? begun->gpu->words_of(*begun->entry) : RecordedWords();
+}
+
 void Recorder::end(const Observation& seen, void* given, bool has_failed) noexcept {
   const int64_t end_ns = host_clock_ns();
   const std::unique_ptr<Begun> begun(static_cast<Begun*>(given));
@@ -52,6 +57,7 @@ void Recorder::end_on_gpu(const Observation& seen, const Begun& begun, std::uniq
   OnGpu operation{std::move(line), begun.gpu, begun.entry};
   bool is_lost = false;
   try {
+    if (begun.entry != nullptr && operation.line->has_failed) begun.gpu->fail(*begun.entry, seen);
     if (begun.entry != nullptr && !is_recorded) {
       begun.gpu->wait(*begun.entry);  // which goes
     } else if (begun.entry != nullptr && !operation.line->has_failed) {

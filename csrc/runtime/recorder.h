@@ -31,6 +31,7 @@ class Recorder : public Observer {
   explicit Recorder(RecordedGpus gpus) : gpus_(std::move(gpus)) {}
 
   void* begin(const Observation& seen) noexcept override;
+  RecordedWords words_of(void* begun) noexcept override;
   void end(const Observation& seen, void* begun, bool has_failed) noexcept override;
 
   // What is left, for which it waits. Operations that end later are not recorded.

@@ -46,6 +46,7 @@ class CudaBackend : public Backend {
   }
 
   const char* name() const override { return "cuda"; }
+  bool has_own_times() const override { return true; }
   void dispatch(const LlDispatchParams& params, void* stream) override { run(params, stream); }
   void combine(const LlCombineParams& params, void* stream) override { run(params, stream); }
   void combine_weights(const LlCombineWeightsParams& params, void* stream) override { run(params, stream); }

@@ -15,17 +15,21 @@
 namespace ep {
 namespace {
 
-constexpr int kTimes = 2;
 constexpr int kAtATime = 256;  // entries in one piece of page-locked memory
 
-// Of `words` the first two are the times before and behind the operation, 0 until they are there.
-struct Words : GpuRecording::Entry {
-  uint64_t* words = nullptr;
-  int max_counts = 0;
-  int num_times = 0, num_counts = 0;  // that its kernels write
-  uint32_t tag = 0;
+using Word = RecordedWords::Word;
 
-  Words(uint64_t* memory, int most) : words(memory), max_counts(most) {}
+struct Words : GpuRecording::Entry {
+  RecordedWords recorded;
+  int max_counts = 0;
+  // What is awaited before it is done: that an operation began, that it ended, its counts.
+  bool has_begin = false, has_ends = false;
+  int num_counts = 0;
+  bool has_own_counts = false;  // which are there when it has ended, or will never be
+  bool is_lost = false;         // kernels may write into it at any time
+
+  Words(uint64_t* words, int most) : max_counts(most) { recorded.words = words; }
+  uint64_t& word(int i) const { return recorded.words[i]; }
 };
 
 // A GPU by its number, or, of the emulator, that of the thread.
@@ -45,6 +49,10 @@ class Recording final : public GpuRecording {
  public:
   explicit Recording(int device) : device_(device) {
     const OnGpu on_gpu(device_);
+    int sms = 0;
+    EP_CUDA(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, std::max(device_, 0)));
+    EP_CHECK(sms <= RecordedWords::kMostBlocks, "recordings are for GPUs of up to ", RecordedWords::kMostBlocks,
+             " SMs, this one has ", sms);
     EP_CUDA(cudaStreamCreateWithFlags(&idle_, cudaStreamNonBlocking));
     try {
       find_clock();
@@ -69,21 +77,28 @@ class Recording final : public GpuRecording {
       add_entries(most);
       entry = free_entry(most);
     }
-    entry->words[0] = entry->words[1] = 0;
-    entry->num_times = entry->num_counts = 0;
+    std::fill_n(&entry->word(Word::kEnds), entry->word(Word::kBlocks), 0);
+    entry->word(Word::kBegin) = entry->word(Word::kBlocks) = 0;
+    entry->recorded.tag = ++tags_;
+    entry->num_counts = 0;
+    entry->has_ends = false;
+    entry->has_begin = !operation.has_own_times;
+    entry->has_own_counts = operation.has_own_counts;
+    if (operation.has_own_times) return entry;
     try {
-      launch_observed_time(entry->words, operation.stream);
+      launch_observed_time(&entry->word(Word::kBegin), operation.stream);
     } catch (const Error&) {
       give_back(*entry);
       throw;
     }
-    entry->num_times = 1;
     return entry;
   }
 
+  RecordedWords words_of(const Entry& given) override { return static_cast<const Words&>(given).recorded; }
+
   void end(Entry& given, const Observation& operation, bool has_rows, bool has_choices) override {
-    const OnGpu on_gpu(device_);
     Words& entry = static_cast<Words&>(given);
+    entry.has_begin = entry.has_ends = true;
     ObservedCounts counts{.ids = operation.ids,
                           .is_idx64 = operation.is_idx64,
                           .num_tokens = operation.num_tokens,
@@ -92,31 +107,41 @@ class Recording final : public GpuRecording {
                           .has_choices = has_choices,
                           .rows = operation.rows,
                           .has_rows = has_rows,
-                          .out = entry.words + kTimes,
-                          .tag = ++tags_,
-                          .time_ns = entry.words + 1};
-    counts.has_rows = has_rows && counts.can_be_counted();
-    launch_observed_counts(counts, operation.stream);
-    entry.tag = counts.tag;
-    entry.num_times = 2;
+                          .recorded = entry.recorded,
+                          .has_time = !operation.has_own_times};
+    if (!operation.has_own_counts) counts.has_rows = has_rows && counts.can_be_counted();
     entry.num_counts = counts.num_words();
+    if (operation.has_own_counts || (operation.has_own_times && !counts.has_rows)) return;
+    const OnGpu on_gpu(device_);
+    if (!operation.has_own_times) entry.word(Word::kBlocks) = 1;  // that of the kernel behind it
+    launch_observed_counts(counts, operation.stream);
+  }
+
+  void fail(Entry& given, const Observation& operation) override {
+    Words& entry = static_cast<Words&>(given);
+    const OnGpu on_gpu(device_);
+    entry.is_lost =
+        operation.has_own_times && cudaStreamQuery(static_cast<cudaStream_t>(operation.stream)) != cudaSuccess;
+    cudaGetLastError();
+    if (entry.is_lost) has_lost_ = true;
   }
 
   void give_back(Entry& given) override {
     Words& entry = static_cast<Words&>(given);
     const std::lock_guard lock(mutex_);
-    if (entry.max_counts >= max_counts_) free_.push_back(&entry);
+    if (entry.max_counts >= max_counts_ && !entry.is_lost) free_.push_back(&entry);
   }
 
   bool is_done(const Entry& given) override {
     const Words& entry = static_cast<const Words&>(given);
-    for (int i = 0; i < entry.num_times; i++) {
-      if (seen(entry.words[i]) == 0) return false;
+    if (entry.has_begin && seen(entry.word(Word::kBegin)) == 0) return false;
+    if (!entry.has_ends) return true;
+    const auto blocks = static_cast<int>(seen(entry.word(Word::kBlocks)));
+    if (blocks == 0) return false;
+    for (int i = 0; i < blocks; i++) {
+      if (seen(entry.word(Word::kEnds + i)) == 0) return false;
     }
-    for (int i = kTimes; i < kTimes + entry.num_counts; i++) {
-      if (static_cast<uint32_t>(seen(entry.words[i]) >> 32) != entry.tag) return false;
-    }
-    return true;
+    return entry.has_own_counts || has_counts(entry);
   }
   void wait(const Entry& entry) override {
     while (!is_done(entry)) {
@@ -126,15 +151,23 @@ class Recording final : public GpuRecording {
   }
   Times times(const Entry& given) override {
     const Words& entry = static_cast<const Words&>(given);
-    const uint64_t begin = entry.words[0], end = entry.words[1];
+    const uint64_t *ends = &entry.word(Word::kEnds), begin = entry.word(Word::kBegin);
+    const uint64_t end = *std::max_element(ends, ends + entry.word(Word::kBlocks));
     return {static_cast<int64_t>(begin) + to_host_ns_, static_cast<double>(end - begin) * 1e-3};
   }
   const uint64_t* counts(const Entry& given) override {
     const Words& entry = static_cast<const Words&>(given);
-    return entry.num_counts > 0 ? entry.words + kTimes : nullptr;
+    return entry.num_counts > 0 && has_counts(entry) ? &entry.word(Word::kCounts) : nullptr;
   }
 
  private:
+  static bool has_counts(const Words& entry) {
+    for (int i = 0; i < entry.num_counts; i++) {
+      if (!entry.recorded.is_count(seen(entry.word(Word::kCounts + i)))) return false;
+    }
+    return true;
+  }
+
   // From the GPU's clock to the host's, by a kernel on an idle stream: no caller's stream is waited for.
   void find_clock() {
     uint64_t* word = page_locked(1);
@@ -172,7 +205,7 @@ class Recording final : public GpuRecording {
       const std::lock_guard lock(mutex_);
       each = std::max(num_counts, max_counts_);
     }
-    const size_t stride = static_cast<size_t>(kTimes + each);
+    const size_t stride = static_cast<size_t>(Word::kCounts + each);
     uint64_t* words = page_locked(stride * kAtATime);
     const std::lock_guard lock(mutex_);
     if (each < max_counts_) return;  // another thread was here with larger ones
@@ -192,7 +225,9 @@ class Recording final : public GpuRecording {
   }
   // At the end of a process, or of a GPU that has failed, errors mean nothing.
   void free_all() {
-    for (uint64_t* piece : pieces_) cudaFreeHost(piece);
+    for (uint64_t* piece : pieces_) {
+      if (!has_lost_) cudaFreeHost(piece);
+    }
     cudaStreamDestroy(idle_);
     cudaGetLastError();
   }
@@ -201,7 +236,8 @@ class Recording final : public GpuRecording {
   cudaStream_t idle_ = nullptr;  // also tells of errors
   int64_t to_host_ns_ = 0;
   std::atomic<uint32_t> tags_{0};
-  std::mutex mutex_;  // of what follows
+  std::atomic<bool> has_lost_{false};  // entries that kernels may still write into
+  std::mutex mutex_;                   // of what follows
   std::vector<uint64_t*> pieces_;
   std::deque<Words> entries_;
   std::vector<Words*> free_;

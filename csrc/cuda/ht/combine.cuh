@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/ht/combine/pull.cuh"
+#include "cuda/ht/common/recorded.cuh"
 #include "cuda/testing/stamps.cuh"
 #if defined(EP_NETWORK)
 #include "cuda/ht/links/combine.cuh"
@@ -12,8 +13,8 @@ namespace ep {
 inline namespace EP_KERNELS {
 
 // kSignalled: rows may still be written (RowSignals). kTermsAlone: the call has no biases and no scale.
-template <DType kIn, DType kWire, DType kOut, bool kSignalled = false, bool kTermsAlone = false>
-__device__ __forceinline__ void ht_combine(const HtArgs<HtCombineParams>& args, BlockPosition at, char* shared) {
+template <DType kIn, DType kWire, DType kOut, bool kSignalled, bool kTermsAlone>
+__device__ __forceinline__ void combine_tokens(const HtArgs<HtCombineParams>& args, BlockPosition at, char* shared) {
   constexpr int kCount = kLaneElements<kIn, kWire, kOut>;
   const HtCombineParams& p = args.params;
   const LsaPeers& peers = args.peers;
@@ -29,11 +30,14 @@ __device__ __forceinline__ void ht_combine(const HtArgs<HtCombineParams>& args, 
       HtRailPart::of(args)};
   stamp(Stamp::kStart, peers.rank);
   ptx::wait_for_prerequisites();
+  record_begin(p.recorded, role);
   if (!open_ht_op(op, args, Kind::kCombine, at, true, true)) return;
   if (role.is_first()) {
     clear_next_counters(op, role.num_ranks());
     const auto word_of = [&](int index) { return combine_word_of(p, index); };
     send_message(op, p.offsets, peers, kCombineMessageWords, word_of);
+    const int32_t* rows = p.handle.counts + static_cast<int64_t>(peers.rank) * role.num_ranks();
+    record_counts(p.recorded, role, role.num_ranks(), [&](int r) { return rows[r]; });
 #if defined(EP_NETWORK)
     clear_next_rail_counters(op, role.part.rail);
     exchange_messages(op, p.offsets, peers, role.part, kCombineMessageWords, word_of);
@@ -72,6 +76,12 @@ __device__ __forceinline__ void ht_combine(const HtArgs<HtCombineParams>& args, 
 #endif
   }
   stamp(Stamp::kEnd, peers.rank);
+}
+
+template <DType kIn, DType kWire, DType kOut, bool kSignalled = false, bool kTermsAlone = false>
+__device__ __forceinline__ void ht_combine(const HtArgs<HtCombineParams>& args, BlockPosition at, char* shared) {
+  combine_tokens<kIn, kWire, kOut, kSignalled, kTermsAlone>(args, at, shared);
+  record_end(args.params.recorded, at);
 }
 
 }  // namespace EP_KERNELS

@@ -1,6 +1,7 @@
 // The second kernel of a high-throughput dispatch, as a table of contents: rows and metadata go out and come in.
 #pragma once
 
+#include "cuda/ht/common/recorded.cuh"
 #include "cuda/ht/dispatch/metadata.cuh"
 #include "cuda/ht/dispatch/receive.cuh"
 #include "cuda/ht/dispatch/send.cuh"
@@ -14,7 +15,7 @@ inline namespace EP_KERNELS {
 
 // kCopies: the rank may have rows to copy.
 template <bool kQuant, bool kCopies>
-__device__ __forceinline__ void ht_send(const HtArgs<HtDispatchParams>& args, BlockPosition at, char* shared) {
+__device__ __forceinline__ void send_and_receive(const HtArgs<HtDispatchParams>& args, BlockPosition at, char* shared) {
   const HtDispatchParams& p = args.params;
   const LsaPeers& peers = args.peers;
   EP_SHARED(HtOpContext, op);
@@ -26,7 +27,10 @@ __device__ __forceinline__ void ht_send(const HtArgs<HtDispatchParams>& args, Bl
                           shared + (is_worker ? block.warp : 0) * args.geometry.stage_bytes, HtRailPart::of(args)}};
   stamp(Stamp::kStart, peers.rank);
   const bool has_routed = role.routes_meanwhile();
-  if (!has_routed) ptx::wait_for_prerequisites();
+  if (!has_routed) {
+    ptx::wait_for_prerequisites();
+    record_begin(p.recorded, block);
+  }
   if (!open_ht_op(op, args, Kind::kDispatch, at, !has_routed, true)) {
     ptx::wait_for_prerequisites();
     if (helps) clear_all(role);
@@ -77,6 +81,12 @@ __device__ __forceinline__ void ht_send(const HtArgs<HtDispatchParams>& args, Bl
   if (!place_rows<kCopies>(role)) return give_up(role);
   if (kCrossesDomains && with_choices) store_choices(role);  // those of other domains have come with the rows
   stamp(Stamp::kEnd, peers.rank);
+}
+
+template <bool kQuant, bool kCopies>
+__device__ __forceinline__ void ht_send(const HtArgs<HtDispatchParams>& args, BlockPosition at, char* shared) {
+  send_and_receive<kQuant, kCopies>(args, at, shared);
+  record_end(args.params.recorded, at);
 }
 
 }  // namespace EP_KERNELS

@@ -32,11 +32,14 @@ __device__ __forceinline__ const int32_t* of_block(const int32_t* shared, int bl
 __device__ __forceinline__ void begin_with_time(uint64_t* time_ns) {
   ptx::wait_for_prerequisites();
   ptx::launch_dependents();
-  if (blockIdx.x == 0 && threadIdx.x == 0) ptx::st_relaxed_sys(time_ns, ptx::global_timer_ns());
+  if (time_ns != nullptr && blockIdx.x == 0 && threadIdx.x == 0) ptx::st_relaxed_sys(time_ns, ptx::global_timer_ns());
+}
+__device__ __forceinline__ uint64_t* end_of(const ObservedCounts& p) {
+  return p.has_time ? p.recorded.words + RecordedWords::kEnds : nullptr;
 }
 
 __device__ __forceinline__ void put(const ObservedCounts& p, int i, int32_t count) {
-  ptx::st_relaxed_sys(p.out + i, static_cast<uint64_t>(p.tag) << 32 | static_cast<uint32_t>(count));
+  ptx::st_relaxed_sys(p.recorded.words + RecordedWords::kCounts + i, p.recorded.count(count));
 }
 
 // A choice of the lane, k of its token, or expert -1. The choices of a token are in neighbouring lanes of a warp.
@@ -94,7 +97,7 @@ __global__ void __cluster_dims__(kBlocks) __launch_bounds__(kThreads)
   const int words = p.num_words();
   for (int i = threadIdx.x; i < words; i += kThreads) bins[i] = 0;
   __syncthreads();
-  begin_with_time(p.time_ns);
+  begin_with_time(end_of(p));
   count_ids(p, bins);
   cluster_barrier();
   for (int i = blockIdx.x * kThreads + threadIdx.x; i < words; i += kBlocks * kThreads) {
@@ -107,7 +110,7 @@ __global__ void __cluster_dims__(kBlocks) __launch_bounds__(kThreads)
 }
 
 __global__ void __launch_bounds__(32) observed_rows(const __grid_constant__ ObservedCounts p) {
-  begin_with_time(p.time_ns);
+  begin_with_time(end_of(p));
   for (int r = threadIdx.x; r < p.num_words(); r += 32) put(p, r, p.rows[r]);
 }
 

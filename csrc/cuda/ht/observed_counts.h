@@ -1,12 +1,14 @@
-// What a recording adds to an operation on its GPU (nccl_ep.record): two small kernels of this rank alone, for both
-// modes. That before it writes the time; that behind it the time, and what it counts. They are launched as the
-// operations are, programmatically, so that an operation's launch overlaps with them. Events would cost that, too.
+// What a recording adds to an operation on its GPU whose own kernels do not write it (nccl_ep.record): two small
+// kernels of this rank alone. That before it writes the time; that behind it the time, and what it counts. They are
+// launched as the operations are, programmatically, so that an operation's launch overlaps with them. Events would cost
+// that, too.
 #pragma once
 
 #include <cstdint>
 
 #include "base/math.h"
 #include "layout/common/shape.h"
+#include "runtime/common/recorded_words.h"
 
 namespace ep {
 
@@ -20,11 +22,9 @@ struct ObservedCounts {
   bool has_choices = false;         // the choices of each expert are wanted
   const int32_t* rows = nullptr;    // [R], counted already; else by the ids
   bool has_rows = true;             // else only the time is written
+  RecordedWords recorded;           // of which the time is the only block's end
+  bool has_time = true;             // is wanted
   Divisor by_local_experts{};       // set by the launch
-  // [R rows, E choices], read by the host: each a count with `tag` in its upper half, which says that it is there.
-  uint64_t* out = nullptr;
-  uint32_t tag = 0;
-  uint64_t* time_ns = nullptr;  // of the GPU, read by the host
 
   EP_HD int num_words() const { return has_rows ? shape.num_ranks + (has_choices ? shape.num_experts : 0) : 0; }
   // More are not counted: a block has them in shared memory that need not be asked for.

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "cuda/ht/common/messages.cuh"
+#include "cuda/ht/common/recorded.cuh"
 #include "cuda/ht/dispatch/info.cuh"
 #include "cuda/ht/dispatch/route_count.cuh"
 #include "cuda/testing/stamps.cuh"
@@ -193,7 +194,7 @@ __device__ __forceinline__ void stamp_route(Stamp phase, int rank) {
 
 // kExpertRows: this rank's output has. Then choices of experts are numbered at once, as its peers' will, too.
 template <bool kExpertRows>
-__device__ __forceinline__ void ht_route(const HtArgs<HtRouteParams>& args, BlockPosition at, char* shared) {
+__device__ __forceinline__ void route_tokens(const HtArgs<HtRouteParams>& args, BlockPosition at, char* shared) {
   const HtRouteParams& p = args.params;
   const LsaPeers& peers = args.peers;
   EP_SHARED(HtOpContext, op);
@@ -201,6 +202,7 @@ __device__ __forceinline__ void ht_route(const HtArgs<HtRouteParams>& args, Bloc
       {at}, args.state, p, args.geometry, peers, op, RouteTables::of(shared, p, args.geometry), HtRailPart::of(args)};
   stamp_route(Stamp::kStart, peers.rank);
   ptx::wait_for_prerequisites();
+  record_begin(p.recorded, role);
   const WarpShare share = WarpShare::of(role);
   RawSteps raw;
   if (!share.is_empty()) raw = share.prefetch(role, share.begin);
@@ -231,6 +233,10 @@ __device__ __forceinline__ void ht_route(const HtArgs<HtRouteParams>& args, Bloc
       return static_cast<uint32_t>(role.tables.sums[role.count_of_word(index - HtMessage::kCounts)]);
     };
     send_message_words(op, p.offsets, peers, words, word_of);
+    if (!is_all) {
+      record_counts(p.recorded, role, words - HtMessage::kCounts,
+                    [&](int i) { return static_cast<int32_t>(word_of(HtMessage::kCounts + i)); });
+    }
     clear_next_counters(op, role.num_ranks());
 #if defined(EP_NETWORK)
     cross_with_message(role, words, word_of, is_all);
@@ -265,6 +271,12 @@ __device__ __forceinline__ void ht_route(const HtArgs<HtRouteParams>& args, Bloc
   if (is_all && role.is_first() && role.warp == 0) await_channels(op, role.part, kFirstChunkChannel, kHtRailChunks);
 #endif
   stamp_route(Stamp::kEnd, peers.rank);
+}
+
+template <bool kExpertRows>
+__device__ __forceinline__ void ht_route(const HtArgs<HtRouteParams>& args, BlockPosition at, char* shared) {
+  route_tokens<kExpertRows>(args, at, shared);
+  if (!sends_rows(args.params.variant)) record_end(args.params.recorded, at);
 }
 
 }  // namespace EP_KERNELS

@@ -11,6 +11,7 @@
 #include "layout/ht/offsets.h"
 #include "runtime/common/arrivals.h"
 #include "runtime/common/params.h"
+#include "runtime/common/recorded_words.h"
 #include "runtime/common/row_signals.h"
 #include "runtime/options.h"
 
@@ -99,6 +100,7 @@ struct HtDispatchParams {
   float* out_weights = nullptr;
   int chunks = 1;  // CUDA fills it in: the plan's, of the kernel that sends
   Arrivals arrivals;
+  RecordedWords recorded;  // counts of a kRouteAndSend alone
 
   // Where the handle that the operation was given says of which dispatch it is. Null: the operation makes one.
   EP_HD const int32_t* given_dispatch() const { return routes(variant) ? nullptr : handle.dispatch; }
@@ -135,6 +137,7 @@ struct HtCombineParams {
   void* out = nullptr;          // [T, H]
   float* out_values = nullptr;  // [T, K]
   RowSignals signals;           // that staging waits for; of experts' rows alone
+  RecordedWords recorded;
 
   EP_HD const int32_t* given_dispatch() const { return handle.dispatch; }
   EP_HD bool has_rows() const { return hidden > 0; }

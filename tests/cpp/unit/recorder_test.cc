@@ -23,7 +23,7 @@ struct FakeGpu {
   uint64_t done = 0;  // up to which number
   bool has_failed = false;
   std::atomic<int> asked{0};  // calls
-  std::atomic<int> in_use{0}, waits{0};
+  std::atomic<int> in_use{0}, waits{0}, failed{0};
 };
 
 class FakeRecording final : public GpuRecording {
@@ -43,6 +43,10 @@ class FakeRecording final : public GpuRecording {
     entries_.emplace_back().number = operation.number;
     return &entries_.back();
   }
+  RecordedWords words_of(const Entry& entry) override {
+    return {nullptr, static_cast<uint32_t>(static_cast<const Operation&>(entry).number)};
+  }
+  void fail(Entry&, const Observation&) override { gpu_.failed++; }
   void end(Entry& entry, const Observation& operation, bool has_rows, bool has_choices) override {
     gpu_.asked++;
     auto& own = static_cast<Operation&>(entry);
@@ -193,9 +197,24 @@ TEST(Recorder, AFailedOperationIsALineAtItsPlace) {
   world.operate();
   world.close();
   EXPECT_TRUE(world.is_in_order(3));
+  EXPECT_EQ(world.gpus[0].failed, 1);
   EXPECT_NE(world.texts[1].find("\"has_failed\": true"), std::string::npos);
   EXPECT_EQ(world.texts[1].find("device_us"), std::string::npos);
   EXPECT_EQ(world.gpus[0].in_use, 0);
+}
+
+TEST(Recorder, GivesKernelsTheWordsOfTheirOperation) {
+  World world;
+  world.gpus[0].done = 1000;
+  const Observation operation = World::seen(7, 0);
+  void* begun = world.recorder.begin(operation);
+  EXPECT_EQ(world.recorder.words_of(begun).tag, 7u);
+  world.recorder.end(operation, begun, false);
+  world.is_capturing = true;
+  begun = world.recorder.begin(operation);
+  EXPECT_EQ(world.recorder.words_of(begun).words, nullptr);
+  world.recorder.end(operation, begun, false);
+  EXPECT_EQ(world.recorder.words_of(nullptr).words, nullptr);
 }
 
 TEST(Recorder, TellsWhatAFailedGpuHasLost) {
