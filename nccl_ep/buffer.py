@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 import os
@@ -14,7 +13,7 @@ from typing import Any, Protocol, get_args
 import torch
 
 from . import _C
-from .bootstrap import Rendezvous, StoreGroup, meeting_of, process_group_of, rendezvous_of
+from .bootstrap import Rendezvous, StoreGroup, process_group_of, rendezvous_of
 from .checks import (
     described,
     error_of,
@@ -28,17 +27,14 @@ from .checks import (
     require_within,
 )
 from .choices import LlNetwork, Mode, OnInvalidIds, OnOverflow, Window
+from .devices import choose_device
 from .errors import UsageError
 from .log import logger
-from .marks import mark_seq
 from .pending import OpenSend, discard
 from .room import HtSizes, LlSizes, Room, ll_sizes_for_bytes, room_for_shapes
+from .windows import Windows
 
 _MAX_UINT64 = (1 << 64) - 1
-_ADDED_UP = (  # of stats(), over the windows
-    "ht_dispatches", "ht_combines", "staged_dispatches", "staged_combines", "dropped_rows", "invalid_ids",
-    "window_bytes", "arena_bytes", "arena_free_bytes",
-)  # fmt: skip
 _NO_SIZES = "no sizes: Buffer.for_shapes takes those of the calls"
 _numbers = itertools.count()
 # All that this process has made, and their names, by the ids of their windows.
@@ -140,22 +136,23 @@ class Buffer:
         self.name = name or f"buffer{next(_numbers)}.rank{self.rank}"
         self._companion: Companion | None = None
         self._rendezvous, self._timeout = rendezvous, timeout
-        self._claims: dict[str, Any] = {
-            "domain_size": domain_size or 0, "network_seed": network_seed or 0, "ll_network": ll_network,
-            "raises_invalid_ids": on_invalid_ids == "raise", "is_elastic": bool(elastic),
-            "uses_cumem": window == "cumem",
-        }  # fmt: skip
         self._room, self._mode = room, room.mode
         self._comm_stream: Any = None
         self._open_sends: dict[str, OpenSend] = {}  # sent and not received, by kind
         self._is_destroyed = False
         self._process = os.getpid()
-        self._windows: list[_C.Group] = []  # the first, and those that DeepEP's normal mode has needed since
-        self._seqs: list[torch.Tensor] = []  # by which ops find them (csrc/torch/ops/registry.h)
-        self._memory_total = 0
+        claims = {
+            "domain_size": domain_size or 0, "network_seed": network_seed or 0, "ll_network": ll_network,
+            "raises_invalid_ids": on_invalid_ids == "raise", "is_elastic": self.elastic,
+            "uses_cumem": window == "cumem",
+        }  # fmt: skip
+        self._windows = Windows(rendezvous, self.device, self.enable_shrink, claims)
         start = time.monotonic()
-        self.runtime = self._make_window(self.name, room.ll, room.ht, room.max_experts, room.made_with, join)
-        self._seq = self._newest_seq = self._seqs[0]
+        self.runtime = self._windows.add(
+            self.name, room.ll, room.ht, timeout, max_experts=room.max_experts, made_with=room.made_with, join=join
+        )
+        self._register(self.runtime)
+        self._seq = self._newest_seq = self._windows.seqs[0]
         self._call = _C.call_buffer(self._seq, self.num_ranks, self._open_sends, on_overflow == "raise")
         if logger.isEnabledFor(logging.INFO):
             took, window = time.monotonic() - start, self.runtime.stats()["window_bytes"]
@@ -218,48 +215,16 @@ class Buffer:
         buffer.group = comm if group is None else process_group_of(group)
         return buffer
 
-    def _make_window(
-        self,
-        name: str,
-        sizes: LlSizes,
-        ht_sizes: HtSizes | None,
-        max_experts: int = 0,
-        made_with: str = "",
-        join: bool = False,
-    ) -> _C.Group:
-        """Collective."""
-        free = _free_memory(self.device)
-        config = _C.GroupConfig(
-            device_index=-1 if self.device.type == "cpu" else self.device.index,
-            tagged_bytes=sizes.routing,
-            dispatch_row_bytes=sizes.dispatched,
-            combine_row_bytes=sizes.combined,
-            unweighted_row_bytes=sizes.unweighted,
-            timeout_seconds=self._timeout,
-            ht_sizes=ht_sizes or (0,) * 6,
-            masks_late_ranks=self.enable_shrink and self._windows == [],
-            max_experts=max_experts,
-            made_with=made_with,
-            **self._claims,
-        )
-        made = (_join_group if join else _make_group)(name, self._rendezvous, config, self._timeout)
-        self._memory_total += free - _free_memory(self.device)
-        seq = _new_seq(made, self.num_ranks, self.device)
-        _buffers[made.id()] = weakref.ref(self), self.name
-        self._windows.append(made)
-        self._seqs.append(seq)
-        return made
+    def _register(self, window: _C.Group) -> None:
+        _buffers[window.id()] = weakref.ref(self), self.name
 
     def _add_window(self, ht_sizes: HtSizes) -> None:
-        """Adds a window, for high throughput alone. Collective.
-
-        The other windows stay: graphs may have been captured on them, and low latency uses the first.
-        """
-        name = f"{self.name}.{len(self._windows)}"
-        window_bytes = self._make_window(name, LlSizes(), ht_sizes).stats()["window_bytes"]
+        """Adds a window, for high throughput alone. Collective."""
+        added = self._windows.add(f"{self.name}.{len(self._windows)}", LlSizes(), ht_sizes, self._timeout)
         # Not before: where there is no window, all is as it was.
-        self._newest_seq, self._room = self._seqs[-1], self._room._replace(ht=ht_sizes)
-        logger.info("%s grew by a window of %d bytes", repr(self), window_bytes)
+        self._register(added)
+        self._newest_seq, self._room = self._windows.seqs[-1], self._room._replace(ht=ht_sizes)
+        logger.info("%s grew by a window of %d bytes", repr(self), added.stats()["window_bytes"])
 
     # ---- Ranks that are replaced
 
@@ -360,13 +325,10 @@ class Buffer:
 
         On CUDA it waits for a copy from the device, not for operations in flight.
         """
-        first, *further = (window.stats() for window in self._windows)
-        stats = dict(first) | {"grown": len(further)}
-        for each in further:
-            stats |= {name: stats[name] + each[name] for name in _ADDED_UP}
+        stats = self._windows.stats()
         stats["scratch_bytes"] = 0 if self._companion is None else self._companion.num_bytes()
         if self.device.type == "cuda":
-            stats["memory_total_bytes"] = self._memory_total
+            stats["memory_total_bytes"] = self._windows.memory_total
         return stats | {"mode": self._mode, "device": str(self.device), "domain_size": self.domain_size}
 
     def empty(self, size: Sequence[int], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -393,10 +355,7 @@ class Buffer:
         rank has made readable counts where it is read. Of GPUs over a simulated network instead "network", bytes that
         were put into other domains, and "network_puts", by how many puts.
         """
-        total, *further = (dict(window.wire_bytes()) for window in self._windows)
-        for each in further:
-            total = {name: [a + b for a, b in zip(total[name], each[name], strict=True)] for name in total}
-        return total
+        return self._windows.wire_bytes()
 
     def get_comm_stream(self) -> Any:
         """The buffer's own stream, of high priority, on which operations with ``async_finish`` run.
@@ -483,58 +442,6 @@ def living() -> list[Buffer]:
     """The buffers of this process that were not destroyed, in the order in which they were made."""
     found = dict.fromkeys(buffer for each, _ in list(_buffers.values()) if (buffer := each()) is not None)
     return [buffer for buffer in found if not buffer._is_destroyed and buffer._process == os.getpid()]
-
-
-@functools.lru_cache(maxsize=64)
-def empty_on(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """What stands for an output that a layout has not got."""
-    with torch.inference_mode(False):
-        return torch.empty(0, dtype=dtype, device=device)
-
-
-def _new_seq(window: _C.Group, num_ranks: int, device: torch.device) -> torch.Tensor:
-    """The tensor of a window that every op takes, and claims to change: that keeps a compiler from reordering ops.
-
-    Its shape says which window it is. To a compiler the first length is a symbol, so that what it has made for one
-    buffer serves all of the same number of ranks.
-    """
-    with torch.inference_mode(False):  # a buffer that is made there can be used outside
-        seq = torch.empty((window.id(), num_ranks, window.domain_size(), 0), dtype=torch.int64, device=device)
-    mark_seq(seq)
-    return seq
-
-
-def choose_device(device: str | torch.device | None) -> torch.device:
-    """Of a buffer that is made with ``device``."""
-    if device is None:
-        device = "cuda" if _C.has_cuda() and torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(device)
-    except (RuntimeError, TypeError, ValueError):
-        raise ValueError(f'device is {device!r}, must be "cuda", "cpu" or a torch.device') from None
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device is {device}, must be cpu or cuda")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f'device is {device}, but torch finds no GPU; device="cpu" always works')
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    return device
-
-
-def _free_memory(device: torch.device) -> int:
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
-
-
-def _make_group(name: str, rendezvous: Rendezvous, config: _C.GroupConfig, timeout: float) -> _C.Group:
-    with meeting_of(rendezvous) as allgather:
-        return _C.Group(name, rendezvous.rank(), rendezvous.size(), lambda mine: allgather(mine, timeout), config, [])
-
-
-def _join_group(name: str, rendezvous: Rendezvous, config: _C.GroupConfig, timeout: float) -> _C.Group:
-    assert isinstance(rendezvous, StoreGroup)
-    rank, size = rendezvous.rank(), rendezvous.size()
-    with rendezvous.meet_newcomer(rank, (), timeout) as (allgather, seats):
-        return _C.Group(name, rank, size, lambda mine: allgather(mine, timeout), config, seats)
 
 
 def _require_elastic(rendezvous: Rendezvous, elastic: bool, join: bool) -> None:

@@ -11,10 +11,11 @@ from torch.compiler import is_dynamo_compiling
 
 from . import _C
 from .arrivals import Arrivals, announced, require_arrivals
-from .buffer import Buffer, empty_on, find_buffer
+from .buffer import Buffer, find_buffer
 from .checks import error_of, require_extras, require_on, require_tensors
 from .choices import QuantName
 from .config import Numbers, cached_numbers
+from .devices import empty_on
 from .errors import UsageError
 from .events import run_on_comm_stream
 from .handle import EXACT, DispatchOutput, Handle, require_handle, tensor_told

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ..buffer import choose_device
 from ..checks import MAX_INT32, require_tensors, require_within
+from ..devices import choose_device
 from .balancing import logical_maps
 
 

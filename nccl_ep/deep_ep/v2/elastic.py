@@ -13,7 +13,6 @@ import torch
 
 from ...bootstrap import process_group_of, rendezvous_of
 from ...buffer import Buffer as Core
-from ...buffer import choose_device
 from ...checks import (
     MAX_INT32,
     MAX_TOPK,
@@ -27,6 +26,7 @@ from ...checks import (
     require_within,
 )
 from ...choices import Mode
+from ...devices import choose_device
 from ...events import EventHandle, EventOverlap, run_on_comm_stream
 from ...functional import combine, combine_weights, dispatch
 from ...high_throughput import dispatch_cached
