@@ -14,6 +14,7 @@ from nccl_ep import Buffer
 
 from . import floors, measure, operations, records
 from .measure import Effort
+from .memory import taken_by
 from .operations import Call, Operations
 from .records import Record
 from .rivals.torch_all_to_all import RIVALS
@@ -151,11 +152,8 @@ class Configuration:
         world = self.world
 
         def make() -> tuple[Buffer, float, float, float]:
-            world.synchronize()
-            before = torch.cuda.mem_get_info()[0] if world.is_cuda else 0
-            buffer = make_buffer(self.shape, world.device, world.patience(_BUFFER_SECONDS), arena_bytes)
-            world.synchronize()
-            taken = before - torch.cuda.mem_get_info()[0] if world.is_cuda else 0
+            seconds = world.patience(_BUFFER_SECONDS)
+            buffer, taken = taken_by(lambda: make_buffer(self.shape, world.device, seconds, arena_bytes), world.device)
             stats = buffer.stats()
             arena = stats["arena_bytes"] if self.shape.mode == "ht" else 0
             return buffer, (stats["window_bytes"] - arena) / _MB, taken / _MB, arena / _MB

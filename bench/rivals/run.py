@@ -12,13 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from nccl_ep.choices import Mode
 from nccl_ep.doctor.ranks import Launcher
 
 from .. import measure, records
 from ..measure import Effort
+from ..memory import taken_by
 from ..operations import Operations
 from ..options import common_parser, ints, output, parse_device, set_defaults, words
 from ..records import Record
@@ -120,9 +119,7 @@ class _Rank:
             if reason:
                 raise Skipped(reason)
             inputs = self.world.together(lambda: [each.to(self.world.device) for each in make_inputs(shape)])
-            free = self._free()
-            rival = self.world.together(lambda: self._made(shape, inputs))
-            lost = free - self._free()
+            rival, lost = taken_by(lambda: self.world.together(lambda: self._made(shape, inputs)), self.world.device)
             self.world.together(rival.check)
         except (Skipped, BenchError) as error:
             self._note(common, op="pair", figure="graph" if self.world.is_cuda else "event", value=None,
@@ -140,12 +137,6 @@ class _Rank:
         except (ImportError, OSError) as error:
             raise Skipped(f"absent: {str(error).splitlines()[0]}") from error
         return rival
-
-    def _free(self) -> int:
-        if not self.world.is_cuda:
-            return 0
-        torch.cuda.synchronize()
-        return torch.cuda.mem_get_info()[0]
 
     def _measure(self, rival: Rival, shape: Shape, common: Record) -> None:
         quick = self.options.quick or not self.world.is_cuda

@@ -4,13 +4,14 @@ other GPU tests with such windows."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import nccl_ep
+from bench.measure_memory import SIZES
+from bench.memory import taken_by
 from nccl_ep.bootstrap import rendezvous_of
 from tests.gpu import ht_ranks, ranks
 from tests.support.expected import Expected, run_case, shared_buffer
@@ -19,7 +20,6 @@ from tests.support.processes import run_processes
 
 pytestmark = [*needs_gpu, ranks_on_gpus]
 BESIDE_THE_WINDOW = 32e6  # bytes: kernels, state, and what a window's size is rounded up to
-SIZES: dict[str, Any] = {"max_tokens": 128, "hidden": 7168, "topk": 8, "num_experts": 256}
 
 
 def _has_bits(rank: int, num_ranks: int) -> int:
@@ -42,11 +42,10 @@ def test_both_modes_have_the_oracles_bits(tmp_path: Path) -> None:
 def _loses(rank: int) -> tuple[int, int]:
     device = on_gpu(rank)
     torch.zeros(1, device=device)
-    dist.barrier()
-    before = torch.cuda.mem_get_info(device)[0]
-    with nccl_ep.Buffer.for_shapes(dist.group.WORLD, **SIZES, device=device, window="cumem") as buffer:
-        dist.barrier()
-        return before - torch.cuda.mem_get_info(device)[0], buffer.stats()["window_bytes"]
+    world, make = dist.group.WORLD, nccl_ep.Buffer.for_shapes
+    buffer, lost = taken_by(lambda: make(world, **SIZES, device=device, window="cumem"), device, dist.barrier)
+    with buffer:
+        return lost, buffer.stats()["window_bytes"]
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="another rank's memory is on this GPU")
