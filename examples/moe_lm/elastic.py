@@ -34,7 +34,7 @@ from .server import Server
 PATIENCE = 100.0  # seconds, of ranks that are there for one another
 _LEFT_OUT = {  # what serve.py has and this program has not
     "mode": "fixed", "overlap": ["off"], "rebalance": 0, "copies": 1, "gap": None, "profile": False, "go_on": False,
-    "report": None,
+    "report": None, "log_every": None,
 }  # fmt: skip
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["examples.moe_lm.server"])  # a new rank is there at once

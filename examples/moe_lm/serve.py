@@ -68,6 +68,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--gap", type=number,
         help="of logits: closer ones may come out in another order in --check; default: 0 in float32, else 0.1",
     )  # fmt: skip
+    add(
+        "--log-every", type=whole(1), metavar="STEPS",
+        help="a line for so many steps; default 1 on the CPU, 100 on GPUs, where a step takes milliseconds",
+    )  # fmt: skip
     add("--profile", action="store_true", help="where the time of a decode step goes")
     add("--go-on", action="store_true", help="if an exchange fails, go on with the next one; the report says why")
     add("--seed", type=whole(0, MAX_SEED), default=0)
@@ -124,9 +128,12 @@ def measure(server: Server, rate: float, exchange: str, overlap: bool) -> dict[s
             count, rate, world.size, prompt=options.prompt, output=options.output, seed=options.seed
         )  # fmt: skip
 
-    server.serve(load(2 * world.size, 0))  # what the first ones set up does not count
+    first = load(2 * world.size, 0)
+    ranks.say(world, f"{len(first)} requests before, which set up what does not count ..")
+    server.serve(first)
     requests = load(options.requests, rate)
-    seconds = server.serve(requests)
+    log_every = options.log_every or (1 if world.device.type == "cpu" else 100)
+    seconds = server.serve(requests, log_every=log_every)
     served = gather(world, requests)
     return {
         "exchange": exchange, "overlap": overlap, "rate": rate, **summary(served, seconds),
@@ -207,6 +214,7 @@ def _run(server: Server, exchange: str, overlap: str, report: dict[str, Any]) ->
     if options.profile:
         report["profiles"].append({"exchange": exchange, "overlap": overlap == "on"} | profile_decode(server))
     if options.check and exchange == "nccl_ep":
+        ranks.say(world, f"comparing {options.check} requests with one rank, and with serving them alone ..")
         found = compare_with_one_rank(server, options.check) | count_changed(server) | count_repeats(server)
         report["checks"].append({"overlap": overlap == "on", **found})
         if world.rank == 0:

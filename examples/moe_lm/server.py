@@ -23,7 +23,36 @@ from .model import Model
 from .ranks import Ranks
 from .rebalance import Rebalancer
 
-TELL_EVERY = 5.0  # seconds
+
+class Progress:
+    """What rank 0 says while it serves its requests: a line each ``every`` steps and one at the end; 0: nothing."""
+
+    def __init__(self, world: Ranks, every: int, requests: int) -> None:
+        self._says, self._every, self._requests = world.rank == 0 and every > 0, every, requests
+        self._steps = self._told = 0
+        self._seconds = 0.0  # of the steps since the last line
+        self._waiting = self._serving = 0
+        self.tokens = 0
+
+    def step(self, seconds: float, waiting: int, serving: int) -> None:
+        self._steps += 1
+        self._seconds += seconds
+        self._waiting, self._serving = waiting, serving
+        if self._says and self._steps % self._every == 0:
+            self.tell()
+
+    def tell(self) -> None:
+        """Of the steps that no line was of."""
+        if not self._says or self._steps == self._told:
+            return
+        step_ms = self._seconds / (self._steps - self._told) * 1e3
+        done = self._requests - self._waiting - self._serving
+        requests = f"{self._waiting:3} wait, {self._serving:3} in slots, {done:3} done"
+        print(
+            f"step {self._steps:5}  rank 0's requests: {requests}  {self.tokens:6} tokens  {step_ms:8.2f} ms a step",
+            flush=True,
+        )
+        self._told, self._seconds = self._steps, 0.0
 
 
 class Server:
@@ -119,15 +148,17 @@ class Server:
             return "it was served before"
         return self.room.why_not(request.prompt, request.length, self.sizes.vocabulary)
 
-    def serve(self, requests: list[Request], keep_logits: bool = False) -> float:
+    def serve(self, requests: list[Request], keep_logits: bool = False, log_every: int = 0) -> float:
         """Serves all requests of all ranks, each at its home. Collective. Returns the seconds that it took.
+
+        ``log_every``: steps, as of ``Progress``. A step is a prefill of the prompts that have come, and a decode.
 
         A request that cannot be served is refused by its home: ``refused`` says why, and the others are served.
         """
         engine, world = self.engine, self.world
         assert engine is not None
         waiting = self._admit(requests)
-        count, told = len(waiting), time.perf_counter()
+        progress = Progress(world, log_every, len(waiting))
         serving: dict[int, Request] = {}
         free = list(range(self.room.slots))
         dist.barrier()
@@ -158,9 +189,11 @@ class Server:
                 del serving[slot]
                 free.append(slot)
             engine.release(done)
+            progress.tokens += len(slots)
 
         can_begin, is_serving, is_waiting = agree()
         while can_begin or is_serving or is_waiting:
+            began, is_step = time.perf_counter(), can_begin or is_serving
             if can_begin:
                 begun = []
                 now = time.perf_counter() - start
@@ -173,7 +206,7 @@ class Server:
                     serving[slot].cache = engine.digest(slot, len(serving[slot].prompt))
                 if begun:
                     take(begun)
-            if can_begin or is_serving:
+            if is_step:
                 engine.decode()
             else:
                 time.sleep(0.0005)  # until a request arrives
@@ -182,11 +215,12 @@ class Server:
                 take(list(serving))
             if self.rebalancer is not None:
                 self.rebalancer.step()
-            if time.perf_counter() - told > TELL_EVERY:
-                told = time.perf_counter()
-                ranks.say(world, f"  {count - len(waiting) - len(serving)} of rank 0's {count} requests are done")
+            if is_step:
+                progress.step(time.perf_counter() - began, len(waiting), len(serving))
         world.synchronize()
-        return time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        progress.tell()
+        return seconds
 
 
 def _any_rank(world: Ranks, *flags: bool) -> tuple[bool, ...]:

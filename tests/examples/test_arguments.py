@@ -120,6 +120,7 @@ OF_SERVE = [
     ("--check -1", "--check is -1, must be a whole number of 0 or more"),
     ("--check 4 --exchange deep_ep", "--check is 4, but nccl_ep is not in --exchange"),
     ("--check 4 --load {tmp}/saved {own}", "--check is 4, it compares seeded weights, without --load"),
+    ("--log-every 0", "--log-every is 0, must be a whole number of 1 or more"),
     ("--gap -0.5", "--gap is -0.5, must be a number of 0 or more"),
     ("--mode ll", "argument --mode: invalid choice: 'll'"),
 ]  # fmt: skip
@@ -204,6 +205,7 @@ def test_small_examples_say_what_is_wrong(
         ("--ranks 1", "--kills is 1, must be 0 for 1 rank: another one must live"),
         ("--exchange deep_ep", "--exchange is deep_ep, must be nccl_ep"),
         ("--rates 1,2.5", "--rates is 1,2.5, must be one"),
+        ("--log-every 3", "--log-every is there, but this program has it not: see --help"),
         ("--report r.json", "--report is there, but this program has it not: see --help"),
     ],
 )

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from examples.moe_lm import ranks, serve, sizes
 from examples.moe_lm.load import Request, make_load, percentile, summary
 from examples.moe_lm.model import Model
 from examples.moe_lm.one_rank import one_rank
+from examples.moe_lm.server import Progress
 from tests import ROOT
 from tests.examples.ranks import SERVING, SIZES, fails, load, serve_each
 from tests.support.processes import run_processes, run_python
@@ -155,7 +158,10 @@ def test_the_program_says_what_it_serves_and_no_nan(tmp_path: Path) -> None:
     said = done.stdout
     assert "TPOT       - /       -" in said and "nan" not in said.lower() and done.stderr == ""
     assert said.splitlines()[0] == "serving 1 requests, all at once, nccl_ep, on 3 CPU ranks .."
-    assert said.splitlines()[2:] == [f"wrote {tmp_path}/report.json", SAYS_NOTHING]
+    assert said.splitlines()[1] == "6 requests before, which set up what does not count .."
+    step = r"step     1  rank 0's requests:   0 wait,   0 in slots,   1 done       1 tokens +[0-9.]+ ms a step"
+    assert re.fullmatch(step, said.splitlines()[2])
+    assert said.splitlines()[4:] == [f"wrote {tmp_path}/report.json", SAYS_NOTHING]
     (figures,) = json.loads((tmp_path / "report.json").read_text(), parse_constant=pytest.fail)["figures"]
     assert figures["tpot_p50_ms"] is None and figures["tokens"] == 1
 
@@ -189,6 +195,23 @@ def test_load_is_the_same_for_a_seed() -> None:
     assert all(3 <= len(each.prompt) <= 9 and 2 <= each.length <= 5 for each in slow)
     assert slow[-1].arrival == pytest.approx(2 * fast[-1].arrival) and 15 < slow[-1].arrival < 27
     assert [each.home for each in fast[:5]] == [0, 1, 2, 3, 0]
+
+
+@pytest.mark.parametrize(("rank", "every"), [(0, 3), (1, 3), (0, 0)])
+def test_a_line_of_progress_each_so_many_steps(rank: int, every: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """And one of the steps at the end; the time is that of the steps since the line before."""
+    progress = Progress(SimpleNamespace(rank=rank), every, 9)  # type: ignore[arg-type]
+    for step in range(1, 8):
+        progress.tokens += 4
+        progress.step(step / 1000, waiting=8 - step, serving=1)
+    for _ in range(2):
+        progress.tell()
+    said = capsys.readouterr().out.splitlines()
+    assert said == ([] if rank or not every else [
+        "step     3  rank 0's requests:   5 wait,   1 in slots,   3 done      12 tokens      2.00 ms a step",
+        "step     6  rank 0's requests:   2 wait,   1 in slots,   6 done      24 tokens      5.00 ms a step",
+        "step     7  rank 0's requests:   1 wait,   1 in slots,   7 done      28 tokens      7.00 ms a step",
+    ])  # fmt: skip
 
 
 def test_the_summary_has_the_percentiles_of_latency() -> None:
