@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -39,6 +38,7 @@ import torch.distributed as dist
 
 import nccl_ep
 from bench.records import FIELDS, make, revision, save, today
+from bench.world import join_torchrun
 from nccl_ep import deep_ep
 from nccl_ep.choices import Mode
 from nccl_ep.config import combine_args
@@ -395,22 +395,15 @@ def main() -> None:
     )  # fmt: skip
     options = parser.parse_args()
     on_gpu = options.device == "cuda"
-    group = None
-    if "RANK" in os.environ:
-        if on_gpu:
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("gloo")
-        group = dist.group.WORLD
-    ranks = 1 if group is None else dist.get_world_size()
+    group, rank, ranks, barrier = join_torchrun(on_gpu)
     tokens, hidden, topk, experts = LOCAL_SIZES[options.device]
     sizes = (int(options.tokens or tokens), hidden, topk, experts)
     synchronize: Call = torch.cuda.synchronize if on_gpu else (lambda: None)
-    barrier: Call = (lambda: None) if group is None else dist.barrier
     records: list[dict[str, Any]] = []
     name = torch.cuda.get_device_name() if on_gpu else "cpu"
 
     def note(mode: str, op: str, figure: str, value: float, default: str | None, unit: str = "us") -> None:
-        if group is not None and dist.get_rank() != 0:
+        if rank:
             return
         print(f"{mode} {op:44} {figure:6} {value:8.3f} {unit:2}  default device: {default}", flush=True)
         api, _, call = op.partition(" ")

@@ -8,22 +8,18 @@ turns, in one process: on GPUs by events, on CPU ranks (where the time says noth
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import nccl_ep
 from bench.measure_host import timing_events
-from bench.records import revision, today
+from bench.records import revision, save, today
+from bench.world import join_torchrun
 
 ROUNDS = 9
 HOST_STEPS = 32  # in a row: as many operations as a recording writes at a time
@@ -35,17 +31,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, help="of a rank; default 4096 (CPU: 32)")
     parser.add_argument("--steps", type=int, help="of a round; default 100 (CPU: 20)")
     options = parser.parse_args()
-    device, group = "cuda" if torch.cuda.is_available() else "cpu", None
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     is_cuda = device == "cuda"
     tokens, steps = options.tokens or (4096 if is_cuda else 32), options.steps or (100 if is_cuda else 20)
     hidden, experts, topk = (7168, 256, 8) if is_cuda else (256, 16, 4)
-    if "RANK" in os.environ:
-        if is_cuda:
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("gloo")
-        group = dist.group.WORLD
-    rank, ranks = (0, 1) if group is None else (dist.get_rank(), dist.get_world_size())
-    barrier: Callable[[], Any] = (lambda: None) if group is None else dist.barrier
+    group, rank, ranks, barrier = join_torchrun(is_cuda)
     torch.manual_seed(rank)
     x = torch.randn(tokens, hidden, device=device).bfloat16()
     idx = torch.rand(tokens, experts, device=device).topk(topk)[1]
@@ -111,7 +101,7 @@ def main() -> None:
         }
         for (figure, is_recorded), samples in times.items()
     ]  # fmt: skip
-    options.records.write_text("[\n" + ",\n".join(json.dumps(each) for each in records) + "\n]\n")
+    save(options.records, records)
     for figure, what in (("queued", "a step"), ("host", "its calls on the host")):
         without, recorded = medians[figure, False], medians[figure, True]
         percent = 100 * (recorded / without - 1)

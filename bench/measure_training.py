@@ -7,18 +7,17 @@ the backward pass of a pair in high throughput, beside the same two calls by han
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import nccl_ep
 from bench.measure_host import host_mean, timing_events
-from bench.records import revision, today
+from bench.records import revision, save, today
+from bench.world import join_torchrun
 from nccl_ep.choices import Mode
 
 HIDDEN, EXPERTS, TOPK = 7168, 256, 8
@@ -45,16 +44,10 @@ def device_times(call: Callable[[], Any], barrier: Callable[[], Any], iterations
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("records")
+    parser.add_argument("records", type=Path)
     parser.add_argument("--tokens", type=int, default=4096)
     options = parser.parse_args()
-    group = None
-    if "RANK" in os.environ:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("gloo")
-        group = dist.group.WORLD
-    barrier: Callable[[], Any] = (lambda: None) if group is None else dist.barrier
-    ranks = 1 if group is None else dist.get_world_size()
+    group, rank, ranks, barrier = join_torchrun(is_cuda=True)
     records: list[dict[str, Any]] = []
 
     def note(op: str, figure: str, values: Sequence[float], **more: Any) -> None:
@@ -113,9 +106,8 @@ def main() -> None:
             for name, call in (("by hand", by_hand), ("backward", backward)):
                 note("backward of a pair", "device", device_times(call, barrier),
                      mode="ht", layout="flat", tokens=tokens, way=name)  # fmt: skip
-    if group is None or dist.get_rank() == 0:
-        with open(options.records, "w") as file:
-            file.write("[\n" + ",\n".join(json.dumps(each) for each in records) + "\n]\n")
+    if rank == 0:
+        save(options.records, records)
         for each in records:
             shown = ("op", "figure", "value", "least", "mode", "gradients", "way")
             print({name: each[name] for name in shown if name in each})

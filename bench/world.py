@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -159,6 +159,25 @@ class World:
 
     def close(self) -> None:
         dist.destroy_process_group()
+
+
+class Started(NamedTuple):
+    """This process among those that torchrun has started, or by itself. ``group`` is gloo's, or None."""
+
+    group: Any
+    rank: int
+    ranks: int
+    barrier: Callable[[], Any]
+
+
+def join_torchrun(is_cuda: bool) -> Started:
+    """On GPUs each rank's own one is current then."""
+    if not is_rank():
+        return Started(None, 0, 1, lambda: None)
+    if is_cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("gloo")
+    return Started(dist.group.WORLD, dist.get_rank(), dist.get_world_size(), dist.barrier)
 
 
 # ---- Starting ranks

@@ -1,4 +1,4 @@
-// The extension module nccl_ep._C: groups for buffer.py, and by being loaded, the ops of torch/ops/.
+// The extension module nccl_ep._C: groups for windows.py, and by being loaded, the ops of torch/ops/.
 #include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
