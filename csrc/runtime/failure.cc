@@ -88,7 +88,8 @@ std::string describe(const OpHeader& header) {
     if (order != 0) text += concat(" and extra tensors, order ", order);
   } else {
     text += concat(", wire ", name_of(field<DType>(header, 24, static_cast<int>(DType::kLogFmt))));
-    if (header.word(OpHeader::kScaleBytes) != 0 && operation != Operation::kHtCombineWeights) {
+    if (is_high_throughput(header) && header.word(OpHeader::kScaleBytes) != 0 &&
+        operation != Operation::kHtCombineWeights) {
       text += ", with a scalar for each choice, as gradients of weights are";
     }
   }

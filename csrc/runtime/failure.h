@@ -46,7 +46,7 @@ inline const char* name_of(Awaited awaited) {
 // The first thing that went wrong. A buffer that has failed stays failed.
 struct Failure {
   // kHandle, of the CPU backend: its row `seen` of rank `peer`, which has `expected`, was found amid a call.
-  // kOtherHandle, of high throughput: the own handle is of the dispatch of tag `expected`, that of `peer` of `seen`.
+  // kOtherHandle: the own handle is of the dispatch of tag `expected`, that of `peer` of `seen`.
   // kDestroyed, of the CPU backend: another thread destroyed the buffer, so that this is in an error only.
   enum Code : uint32_t { kNone = 0, kTimeout, kOtherOp, kInterrupted, kHandle, kDestroyed, kOtherHandle };
   uint32_t code = kNone;

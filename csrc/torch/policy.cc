@@ -69,6 +69,13 @@ SymInt handle_size(const Numbers& numbers, int num_ranks, const SymInt& num_toke
   return HandleShape::of(shape_of(DispatchConfig::unpack(numbers), num_ranks), 0).size_for(num_tokens);
 }
 
+// Of an LL handle: where the ids of own tokens, the row map and the weights begin, and its size. Tokens of the sources
+// lie at 0, the tag of the dispatch behind them.
+py::tuple ll_handle_parts(int num_ranks, int num_tokens, int max_tokens, int topk, int map_k) {
+  const HandleShape shape{num_ranks, num_tokens, max_tokens, topk, map_k};
+  return py::make_tuple(shape.ids_at(), shape.map_at(), shape.weights_at(), shape.size());
+}
+
 // Of an HT handle: the length of `route`, and words of an entry of `slots`.
 py::tuple ht_handle_sizes(const Numbers& numbers, int num_ranks, int domain_size, const SymInt& num_tokens) {
   const OutputShape output = shape_of(DispatchConfig::unpack(numbers), num_ranks);
@@ -152,6 +159,7 @@ void define_policy(py::module_& m) {
       "Whether an extra tensor of low latency travels in the rows of x.");
   m.def("dispatch_outputs", &dispatch_outputs);
   m.def("handle_size", &handle_size);
+  m.def("ll_handle_parts", &ll_handle_parts);
   m.def("ht_handle_sizes", &ht_handle_sizes);
   m.def("ht_route_parts", &ht_route_parts);
   m.def("source_size", &source_size);

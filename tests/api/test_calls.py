@@ -59,7 +59,7 @@ def flat(value: Any, numbered: bool = True) -> list[Any]:
     """Tensors and numbers in what an operation returns; not ``numbered``: but of which dispatch a handle is."""
     if isinstance(value, DispatchOutput | Handle):
         parts = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.name != "seq"}
-        if isinstance(value, Handle) and value.mode == "ht" and not numbered:
+        if isinstance(value, Handle) and not numbered:
             parts["tensor"] = unnumbered(value.tensor, number_at(value))
         return [each for part in parts.values() for each in flat(part, numbered)]
     if isinstance(value, deep_ep.EventOverlap):

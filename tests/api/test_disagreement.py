@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import time
 from collections.abc import Callable
@@ -122,6 +123,104 @@ def test_ranks_with_different_combines_are_told_both(
         (odd if is_odd else usual)(out)
 
     _expect_mismatch(num_ranks, domain_size, call, mine, other)
+
+
+HANDLE_STEPS: dict[str, Callable[[nccl_ep.DispatchOutput], Any]] = {
+    "combine": lambda out: nccl_ep.combine(out.x, out.handle),
+    "home": lambda out: nccl_ep.combine(out.x, out.handle, weights=_ones(out)),
+    "split": lambda out: nccl_ep.combine_send(out.x, out.handle).receive(),
+    "split home": lambda out: nccl_ep.combine_send(out.x, out.handle, weights=_ones(out)).receive(),
+    "scalars": lambda out: nccl_ep.combine_weights(out.weights, out.handle),
+}
+
+
+def _ones(out: nccl_ep.DispatchOutput) -> torch.Tensor:
+    return torch.ones(out.handle.num_tokens, out.handle.topk)
+
+
+@pytest.mark.parametrize(("num_ranks", "domain_size"), [(2, 2), (4, 2), (3, 1)])
+@pytest.mark.parametrize(("step", "late_weights"), [*((each, False) for each in HANDLE_STEPS), ("split home", True)])
+def test_ranks_with_handles_of_different_dispatches_are_told_both(
+    step: str, num_ranks: int, domain_size: int, late_weights: bool
+) -> None:
+    """The dispatches are equal in all, so that nothing else tells their handles apart. A rank has no tokens."""
+    odd, again = num_ranks - 1, ThreadGroup.make(num_ranks)
+
+    def make(group: ThreadGroup) -> nccl_ep.Buffer:
+        return nccl_ep.Buffer.for_shapes(
+            group, max_tokens=8, hidden=64, topk=2, num_experts=2 * num_ranks, device="cpu", timeout=PATIENCE,
+            domain_size=domain_size, late_weights=late_weights,
+        )  # fmt: skip
+
+    def body(group: ThreadGroup) -> None:
+        rank, buffer = group.rank(), make(group)
+        tokens = 0 if rank == 1 else 7
+        x, ids = torch.ones(tokens, 64, dtype=torch.bfloat16), torch.arange(2).repeat(tokens, 1)
+
+        def send(buffer: nccl_ep.Buffer) -> nccl_ep.DispatchOutput:
+            return nccl_ep.dispatch(x, ids, torch.ones(tokens, 2), buffer=buffer, num_experts=2 * num_ranks)
+
+        made = [send(buffer) for _ in range(3)]
+        for out in made[::-1]:  # the same one on all ranks, in any order and more than once, and a copy of one of them
+            copied = dataclasses.replace(out.handle, tensor=out.handle.tensor.clone())
+            given = dataclasses.replace(out, handle=copied) if rank == odd else out
+            for each in HANDLE_STEPS.values():
+                assert each(given)[:, 0].tolist() == [1 if each is HANDLE_STEPS["scalars"] else 2] * tokens
+        mine = 2 if rank == odd else 0
+        peers = str(odd) if rank != odd else "[0-9]"
+        text = (
+            rf"ranks gave handles of different dispatches to combine {1 + 3 * len(HANDLE_STEPS)}: rank {rank} that of "
+            rf"dispatch {1 + mine}, rank {peers} that of dispatch {3 - mine}"
+        )
+        with Clock(PATIENCE / 2), pytest.raises(nccl_ep.MismatchError, match=text):
+            HANDLE_STEPS[step](made[mine])
+        for later in (lambda: send(buffer), buffer.check):
+            with Clock(PATIENCE / 2), pytest.raises(nccl_ep.MismatchError, match=f"the buffer has failed: {text}"):
+                later()
+        buffer.destroy()
+        with make(again[rank]) as fresh:
+            assert HANDLE_STEPS[step](send(fresh)).shape[0] == tokens
+
+    run_ranks(num_ranks, body)
+
+
+@pytest.mark.parametrize("masks", [False, True])
+@pytest.mark.parametrize("mix", range(1, 4))
+def test_a_handle_that_covers_what_is_awaited_is_refused(mix: int, masks: bool) -> None:
+    """Bit r of the mix: rank r gives the later one, rank 2 the earlier. For all that is awaited a sum would come."""
+
+    def body(group: ThreadGroup) -> None:
+        rank = group.rank()
+        buffer = nccl_ep.Buffer.for_shapes(
+            group, max_tokens=2, hidden=64, topk=1, num_experts=3, device="cpu", timeout=PATIENCE, enable_shrink=masks
+        )
+        x, ids = torch.ones(2, 64, dtype=torch.bfloat16), torch.tensor([[0], [2]])
+        outs = [nccl_ep.dispatch(x * value, ids, buffer=buffer, num_experts=3) for value in (1, 2)]
+        out = outs[mix >> rank & 1]
+        with Clock(PATIENCE / 2), pytest.raises(nccl_ep.MismatchError, match="gave handles of different dispatches"):
+            nccl_ep.combine(out.x, out.handle)
+        buffer.destroy()
+
+    run_ranks(3, body)
+
+
+def test_backward_passes_give_the_handles_of_their_own_dispatches() -> None:
+    """Two layers in one graph of gradients, whose dispatches and combines take turns."""
+
+    def body(group: ThreadGroup) -> None:
+        with nccl_ep.Buffer.for_shapes(
+            group, max_tokens=4, hidden=64, topk=2, num_experts=4, dtype=torch.float32, device="cpu", timeout=PATIENCE
+        ) as buffer:
+            ids = torch.tensor([[0, 2], [1, 3], [3, 0]])
+            x, weights = torch.ones(3, 64, requires_grad=True), torch.full((3, 2), 0.5, requires_grad=True)
+            first = nccl_ep.dispatch(x, ids, weights, buffer=buffer, num_experts=4)
+            second = nccl_ep.dispatch(2 * x, ids.flip(0), weights, buffer=buffer, num_experts=4)
+            total = sum(nccl_ep.combine(out.x, out.handle).sum() for out in (second, first))
+            total.backward()
+            assert x.grad is not None and x.grad[:, 0].tolist() == [3] * 3
+            assert weights.grad is not None and weights.grad.tolist() == [[192] * 2] * 3
+
+    run_ranks(2, body)
 
 
 def test_a_combine_that_brings_gradients_of_weights_is_another_call() -> None:

@@ -324,6 +324,33 @@ def test_ranks_that_disagree_hear_of_it(library: Library) -> None:
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize("step", ["fused", "staged", "home"])
+def test_handles_of_different_dispatches_are_refused_on_all_ranks(library: Library, step: str) -> None:
+    def combine(solo: Solo) -> None:
+        options = {"topk_weights": torch.ones(4, 2), "mode": c_api.WEIGHTS_HOME} if step == "home" else {}
+        solo.combine(send_only=step == "staged", **options)
+        if step == "staged":
+            library.Complete(solo.handle, None, None)
+
+    def body(group: ThreadGroup) -> None:
+        rank, made = group.rank(), make_group(library, group, num_experts=2, max_tokens=4, topk=2, max_token_bytes=64)
+        handles = [Solo(library, made) for _ in range(2)]
+        for each in handles:
+            each.info = torch.zeros(6, dtype=torch.int32)
+            each.dispatch()
+        for each in handles[::-1]:
+            combine(each)
+            assert torch.equal(each.y, each.x * (each.ids >= 0).sum(1, keepdim=True))
+        text = f"rank {rank} that of dispatch {1 + rank}, rank {1 - rank} that of dispatch {2 - rank}"
+        refused(c_api.MISMATCH, f"handles of different dispatches to combine 3: {text}", lambda: combine(handles[rank]))
+        refused(c_api.MISMATCH, f"has failed: .*{text}", library.Check, made)
+        for each in handles:
+            library.HandleDestroy(each.handle)
+        library.GroupDestroy(made)
+
+    run_ranks(2, body)
+
+
 def test_a_rank_that_never_comes_is_named_at_the_deadline(library: Library) -> None:
     absent = ThreadGroup.make(2)[0]
     refused(c_api.TIMEOUT, "rank 0 could not gather", lambda: make_group(library, absent, timeout_ns=SECOND // 5))

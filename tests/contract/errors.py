@@ -127,12 +127,22 @@ class Errors:
             assert "ranks made different calls in" in text
             assert "combine(" in text and "combine of weights(" in text, text
 
-    @pytest.mark.parametrize("step", ["combine", "scalars", "cached"])
-    def test_handles_of_different_dispatches_are_told_to_all(self, step: str) -> None:
-        for rank, text in enumerate(self.world.run(gives_another_handle, step)):
+    @pytest.mark.parametrize(
+        ("mode", "step"),
+        [
+            ("ll", "combine"),
+            ("ll", "weighted combine"),
+            ("ll", "scalars"),
+            ("ht", "combine"),
+            ("ht", "scalars"),
+            ("ht", "cached"),
+        ],
+    )
+    def test_handles_of_different_dispatches_are_told_to_all(self, mode: str, step: str) -> None:
+        for rank, text in enumerate(self.world.run(gives_another_handle, mode, step)):
             mine, other = (1, 2) if rank < self.world.num_ranks - 1 else (2, 1)
-            kind = "dispatch 3" if step == "cached" else "combine 3"
-            pattern = rf"dispatches to high-throughput {kind}: rank {rank} that of dispatch {mine}, rank \d that of"
+            kind = ("high-throughput " if mode == "ht" else "") + ("dispatch 3" if step == "cached" else "combine 3")
+            pattern = rf"different dispatches to {kind}: rank {rank} that of dispatch {mine}, rank \d that of"
             assert re.search(rf"{pattern} dispatch {other}\b", text), text
 
 
@@ -208,10 +218,10 @@ def makes_another_combine(rank: Rank, mode: str) -> str:
     return expect_mismatch(rank, case, buffer, call)
 
 
-def gives_another_handle(rank: Rank, step: str) -> str:
+def gives_another_handle(rank: Rank, mode: str, step: str) -> str:
     case = rank.case()
     buffer = rank.buffer(case.case)
-    first, second = (case.send(buffer) for _ in range(2))
+    first, second = (case.send(buffer, mode=mode) for _ in range(2))
     for out in (second, first):  # all give the same: that is right
         case.combine(buffer, out.handle)
     call = ht_step(step, case, buffer, second if rank.number == rank.size - 1 else first)

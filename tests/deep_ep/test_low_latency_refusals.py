@@ -9,7 +9,7 @@ import torch
 
 import nccl_ep
 from nccl_ep.testing import ThreadGroup, run_ranks
-from tests.deep_ep.low_latency_ranks import IDS, dispatched, one_rank, small_case
+from tests.deep_ep.low_latency_ranks import IDS, dispatched, one_rank, rebuilt, small_case
 from tests.support.expected import shared_buffer
 
 
@@ -140,6 +140,26 @@ def test_a_rank_that_does_not_come() -> None:
                         hook()
                 with pytest.raises(nccl_ep.TimeoutError, match="nothing of this call was heard from rank 1"):
                     case.send_back(buffer, handle)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("hooks", [False, True])
+def test_handles_of_different_dispatches_are_refused_on_all_ranks(hooks: bool) -> None:
+    case = small_case(2)
+
+    def body(group: ThreadGroup) -> None:
+        rank = group.rank()
+        with shared_buffer(group, [case]) as buffer:
+            handles = [case.send(buffer)[2] for _ in range(2)]
+            for handle in handles[::-1]:
+                case.check_combine(case.send_back(buffer, rebuilt(handle))[0], rank)
+            mine, theirs = (f"rank {each} that of dispatch {1 + each}" for each in (rank, 1 - rank))
+            with pytest.raises(nccl_ep.MismatchError, match=f"gave handles of different .*: {mine}, {theirs}"):
+                _, _, hook = case.send_back(buffer, handles[rank], return_recv_hook=hooks)
+                hook()
+            with pytest.raises(nccl_ep.MismatchError, match="the buffer has failed: ranks gave handles of different"):
+                case.send(buffer)
 
     run_ranks(2, body)
 

@@ -243,16 +243,20 @@ def run_deadlines(rank: int, num_ranks: int) -> None:
 
 
 def run_mismatches(rank: int) -> list[str]:
-    """Ranks 0 and 1 make different calls; both must name both. Returns the texts."""
+    """Ranks 0 and 1 make different calls, or give handles of different dispatches; both must name both. Returns the
+    texts."""
     device = on_gpu(rank)
     case, other = Expected(plain_case(2)), Expected(plain_case(2, hidden=128))
     group = rendezvous_of(dist.group.WORLD)
     texts = []
-    for kind in ("dispatch", "combine"):
+    for kind in ("dispatch", "combine", "handles", "replayed", "weighted", "split", "scalars"):
         buffer = shared_buffer(group, [case, other], device=device)
-        out = dispatch_case(case.case, case.inputs[rank], buffer)
+        given = case.given_on(buffer)
+        out = dispatch_case(case.case, given, buffer)
         mine = other if rank == 1 else case
-        if kind == "dispatch":
+        if kind not in ("dispatch", "combine"):
+            _give_another_handle(kind, case, buffer, out, given)
+        elif kind == "dispatch":
             dispatch_case(mine.case, mine.inputs[rank], buffer)
         else:
             nccl_ep.combine(mine.rows[rank].to(device), out.handle)
@@ -265,6 +269,31 @@ def run_mismatches(rank: int) -> list[str]:
     with shared_buffer(group, [case], device=device) as buffer:
         run_case(case, buffer)
     return texts
+
+
+def _give_another_handle(kind: str, case: Expected, buffer: nccl_ep.Buffer, first: Any, given: Any) -> None:
+    """Rank 0 gives that of the first dispatch, rank 1 that of a later one."""
+    graph, rows = torch.cuda.CUDAGraph(), case.rows[buffer.rank].to(buffer.device)
+    if kind == "replayed":  # the handle in the graph is that of the last replay
+        with torch.cuda.graph(graph):
+            second = dispatch_case(case.case, given, buffer)
+            nccl_ep.combine(rows, second.handle)
+        graph.replay()
+        graph.replay()
+    else:
+        second = dispatch_case(case.case, given, buffer)
+    for out in (second, first):  # all give the same: that is right
+        nccl_ep.combine(rows, out.handle)
+    torch.cuda.synchronize()
+    buffer.check()
+    handle = (first, second)[buffer.rank].handle
+    weights = torch.ones(given.topk_idx.shape, device=buffer.device)
+    if kind == "scalars":
+        nccl_ep.combine_weights(case.values[buffer.rank].to(buffer.device), handle)
+    elif kind == "split":
+        nccl_ep.combine_send(rows, handle).receive()
+    else:
+        nccl_ep.combine(rows, handle, weights=weights if kind == "weighted" else None)
 
 
 # ---- Sanitizers

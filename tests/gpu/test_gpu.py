@@ -331,8 +331,13 @@ def test_a_rank_that_does_not_call(tmp_path: Path) -> None:
 @ranks_on_gpus
 def test_ranks_that_make_different_calls(tmp_path: Path) -> None:
     got = run_processes(2, ranks.run_mismatches, tmp_path, timeout=PATIENCE)
+    handles = [("combine 3", 2), ("combine 5", 3), ("combine 3", 2), ("combine 3", 2), ("combine 3", 2)]
     for rank, texts in enumerate(got):
-        for kind, text in zip(("dispatch", "combine"), texts, strict=True):
+        for text, (step, later) in zip(texts[2:], handles, strict=True):
+            numbers = (1, later)  # of which dispatches
+            mine, theirs = (f"rank {each} that of dispatch {numbers[each]}" for each in (rank, 1 - rank))
+            assert f"handles of different dispatches to {step}: {mine}, {theirs}" in text, text
+        for kind, text in zip(("dispatch", "combine"), texts[:2], strict=True):
             assert f"ranks made different calls in {kind}" in text
             for each, hidden in ((0, 64), (1, 128)):
                 assert f"rank {each} called {kind}(bf16, hidden {hidden}" in text, f"on rank {rank}: {text}"

@@ -53,7 +53,9 @@ def faked(name: str, args: Sequence[Any]) -> list[tuple[Any, ...]]:
 
 
 def number_at(handle: nccl_ep.Handle) -> int:
-    """Where the tensor of a handle of high throughput says of which dispatch it is."""
+    """Where the tensor of a handle says of which dispatch it is."""
+    if handle.mode == "ll":
+        return handle.num_ranks
     sizes = handle.num_experts, handle.num_tokens, handle.max_tokens, handle.topk
     return _C.ht_route_parts(handle.num_ranks, int(handle.seq.shape[2]), *sizes)[0] + handle.num_local_experts + 1
 

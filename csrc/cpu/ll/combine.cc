@@ -227,7 +227,7 @@ void receive(const LlCombineParams& p, Exchange& exchange) {
 }  // namespace
 
 void cpu_combine(const LlCombineParams& p, Transport& transport, CpuState& state) {
-  Exchange exchange(transport, state, Kind::kCombine, p.offsets, p.header);
+  Exchange exchange(transport, state, Kind::kCombine, p.offsets, p.header, p.handle.dispatch);
   const int weight_stages = p.options.weighting == Weighting::kHome ? 1 : 0;
   exchange.count_waits(p.wait_cost);
   if (sends(p.phase)) send(p, exchange);
@@ -237,7 +237,7 @@ void cpu_combine(const LlCombineParams& p, Transport& transport, CpuState& state
 }
 
 void cpu_combine_weights(const LlCombineWeightsParams& p, Transport& transport, CpuState& state) {
-  Exchange exchange(transport, state, Kind::kCombine, p.offsets, p.header);
+  Exchange exchange(transport, state, Kind::kCombine, p.offsets, p.header, p.handle.dispatch);
   const int map_k = p.output.map_k(), topk = p.shape.topk;
   const bool expert_rows = has_expert_rows(p.output.layout);
   for (int step = 0; step < exchange.num_ranks(); step++) exchange.send_header(exchange.peer(step));

@@ -224,6 +224,7 @@ void receive(const LlDispatchParams& p, CpuState& state, Exchange& exchange) {
   clear_row_info(p.output, p.is_idx64, p.out_topk_idx, p.out_weights, p.row_expert);
   receive_rows(p, exchange, routing, placement, weights);
   std::copy(routing.tokens.begin(), routing.tokens.end(), p.handle.tokens);
+  *p.handle.dispatch = static_cast<int32_t>(exchange.tag());
   std::copy(placement.row_map.begin(), placement.row_map.end(), p.handle.rows);
   if (has_expert_rows(p.output.layout)) std::copy(weights.begin(), weights.end(), p.handle.weights);
   if (p.src_info != nullptr) account_for_rows(p, placement);
@@ -235,7 +236,7 @@ void receive(const LlDispatchParams& p, CpuState& state, Exchange& exchange) {
 }  // namespace
 
 void cpu_dispatch(const LlDispatchParams& p, Transport& transport, CpuState& state) {
-  Exchange exchange(transport, state, Kind::kDispatch, p.offsets, p.header);
+  Exchange exchange(transport, state, Kind::kDispatch, p.offsets, p.header, nullptr);
   if (sends(p.phase)) send(p, state, exchange);
   if (!receives(p.phase)) return;
   if (p.phase == Phase::kRecv) exchange.resume_after(1);

@@ -15,14 +15,20 @@ namespace {
 
 std::atomic_ref<uint32_t> atomic_word(uint32_t* address) { return std::atomic_ref<uint32_t>(*address); }
 
+OpHeader with_handle(OpHeader header, const int32_t* dispatch) {
+  if (dispatch != nullptr) header.words[OpHeader::kLlHandle] = static_cast<uint32_t>(*dispatch);
+  return header;
+}
+
 }  // namespace
 
-Exchange::Exchange(Transport& transport, CpuState& state, Kind kind, const LlOffsets& offsets, const OpHeader& header)
+Exchange::Exchange(Transport& transport, CpuState& state, Kind kind, const LlOffsets& offsets, const OpHeader& header,
+                   const int32_t* given_dispatch)
     : transport_(transport),
       state_(state),
       kind_(kind),
       offsets_(offsets),
-      header_(header),
+      header_(with_handle(header, given_dispatch)),
       epoch_(state.epoch[static_cast<int>(kind)] + 1),
       tag_(tag_of(epoch_)),
       bank_(testing::has_bug(testing::Bug::kOneBank) ? 0 : bank_of(epoch_)),
@@ -140,6 +146,12 @@ void Exchange::refuse_op(int source, const OpHeader& theirs) {
        transport_);
 }
 
+void Exchange::refuse_handle(int source, const OpHeader& theirs) {
+  const uint32_t mine = header_.word(OpHeader::kLlHandle), other = theirs.word(OpHeader::kLlHandle);
+  fail(state_, {Failure::kOtherHandle, kind_, Awaited::kOpHeader, source, epoch_, mine, other, {}, header_, theirs, 0},
+       transport_);
+}
+
 // What comes over a network is read behind its signal alone.
 void Exchange::refuse_other_call(int source) {
   if (!transport_.topology().is_lsa(rank(), source)) return;
@@ -221,7 +233,9 @@ void Exchange::await_headers() {
     }
     for (int i = 0; i < OpHeader::kWords; i++) headers_[source].words[i] = words[i];
     for (int i = 0; i < OpHeader::kComparedWords; i++) {
-      if (words[i] != header_.word(i)) refuse_op(source, headers_[source]);
+      if (words[i] == header_.word(i)) continue;
+      if (kind_ == Kind::kCombine && i == OpHeader::kLlHandle) refuse_handle(source, headers_[source]);
+      refuse_op(source, headers_[source]);
     }
   }
 }

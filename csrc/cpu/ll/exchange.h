@@ -16,13 +16,16 @@ namespace ep {
 
 class Exchange {
  public:
-  Exchange(Transport& transport, CpuState& state, Kind kind, const LlOffsets& offsets, const OpHeader& header);
+  // `given_dispatch`: of the handle that the operation was given; null: it makes one.
+  Exchange(Transport& transport, CpuState& state, Kind kind, const LlOffsets& offsets, const OpHeader& header,
+           const int32_t* given_dispatch);
   ~Exchange();  // an operation that fails halfway leaves puts behind, which read its sources
   Exchange(const Exchange&) = delete;
   Exchange& operator=(const Exchange&) = delete;
 
   int rank() const { return transport_.rank(); }
   int num_ranks() const { return offsets_.num_ranks; }
+  uint32_t tag() const { return tag_; }
 
   // ---- Sending. Each rank begins with itself, so that not all begin with the same peer.
   int peer(int step) const { return (rank() + step) % num_ranks(); }
@@ -83,6 +86,7 @@ class Exchange {
   bool is_late(int source, std::chrono::steady_clock::time_point now);
   [[noreturn]] void give_up(Deadline::End end, Awaited awaited, int source, uint64_t expected, uint64_t seen);
   [[noreturn]] void refuse_op(int source, const OpHeader& theirs);
+  [[noreturn]] void refuse_handle(int source, const OpHeader& theirs);
   void refuse_other_call(int source);
   uint32_t* window_word(Offset offset) const;
   bool has_heard(int source) const;

@@ -39,11 +39,17 @@ __device__ __forceinline__ void combine(const LlArgs<LlCombineParams>& args, Blo
   }
   ptx::wait_for_prerequisites();
   HomeWeights<kHome, kUnweighted> home_weights(role);
-  const Opening opening = open_op(context, args, Kind::kCombine, [&] {
-    if (is_sender) sender.prefetch_first(role);
-    if (is_receiver) receiver.prefetch_first(role);
-    home_weights.prefetch(role);
-  });
+  uint32_t handle = 0;  // the control warp has it
+  const Opening opening = open_op(
+      context, args, Kind::kCombine,
+      [&] {
+        if (is_sender) sender.prefetch_first(role);
+        if (is_receiver) receiver.prefetch_first(role);
+        home_weights.prefetch(role);
+      },
+      [&] {
+        if (role.is_control()) handle = CombineHeader::load(p.handle);
+      });
 
   const auto begin = [&] {
     const bool is_ok = begin_op(context, op, args, opening);
@@ -54,11 +60,12 @@ __device__ __forceinline__ void combine(const LlArgs<LlCombineParams>& args, Blo
   // What a warp adds up first is ready when the epoch is known. The leader warp is neither sender nor receiver.
   if (is_leader_warp()) {
     const bool is_ok = begin();
-    if (is_ok && sends(p.phase) && role.is_control()) send_headers(op, p.offsets, peers);
+    const CombineHeader header{*op.context.header, handle};
+    if (is_ok && sends(p.phase) && role.is_control()) send_headers(op, p.offsets, peers, header);
     if (receives(p.phase)) advance_epoch(args, opening, Kind::kCombine, at);
     if (!is_ok) return;
     if (sends(p.phase) && role.is_creditor()) send_credits(op, p.offsets, peers);
-    if (receives(p.phase) && role.is_control()) check_headers(op, p.offsets, peers, p.wait_cost);
+    if (receives(p.phase) && role.is_control()) check_headers(op, p.offsets, peers, header, p.wait_cost);
     if constexpr (kCrossesDomains) {
       if (receives(p.phase) && at.block == at.num_blocks - 1) await_rest(op, args);
     }
@@ -95,7 +102,12 @@ __device__ __forceinline__ void combine_streamed(const LlArgs<LlCombineParams>& 
   if (is_leader_warp()) *unit_counter(role, shared) = 0;
   ptx::wait_for_prerequisites();
   HomeWeights<kHome> home_weights(role);
-  const Opening opening = open_op(context, args, Kind::kCombine, [&] { home_weights.prefetch(role); });
+  uint32_t handle = 0;  // the control warp has it
+  const Opening opening = open_op(
+      context, args, Kind::kCombine, [&] { home_weights.prefetch(role); },
+      [&] {
+        if (role.is_control()) handle = CombineHeader::load(p.handle);
+      });
   const auto begin = [&] {
     const bool is_ok = begin_op(context, op, args, opening);
     stamp(Stamp::kEpochKnown, peers.rank);
@@ -104,11 +116,12 @@ __device__ __forceinline__ void combine_streamed(const LlArgs<LlCombineParams>& 
   };
   if (is_leader_warp()) {
     const bool is_ok = begin();
-    if (is_ok && role.is_control()) send_headers(op, p.offsets, peers);
+    const CombineHeader header{*op.context.header, handle};
+    if (is_ok && role.is_control()) send_headers(op, p.offsets, peers, header);
     advance_epoch(args, opening, Kind::kCombine, at);
     if (!is_ok) return;
     if (role.is_creditor()) send_credits(op, p.offsets, peers);
-    if (role.is_control()) check_headers(op, p.offsets, peers, p.wait_cost);
+    if (role.is_control()) check_headers(op, p.offsets, peers, header, p.wait_cost);
   } else {
     stream_rows<kType, kHome>(role, op, shared, begin);
   }
@@ -124,7 +137,12 @@ __device__ __forceinline__ void scalars_home(const KernelArgs<LlCombineWeightsPa
   WarpContext op(context, WarpContext::NotYet{});
   ptx::launch_dependents();
   ptx::wait_for_prerequisites();
-  const Opening opening = open_op(context, args, Kind::kCombine);
+  const bool is_control = at.block == 0 && threadIdx.x < 32;
+  uint32_t handle = 0;  // the control warp has it
+  const Opening opening = open_op(context, args, Kind::kCombine, [&] {
+    if (is_control) handle = CombineHeader::load(p.handle);
+  });
+  const CombineHeader header{*op.context.header, handle};
   const bool is_ok = begin_op(context, op, args, opening);
   advance_epoch(args, opening, Kind::kCombine, at);
   if (!is_ok) return;
@@ -133,9 +151,8 @@ __device__ __forceinline__ void scalars_home(const KernelArgs<LlCombineWeightsPa
   // Entry (token, k) is the same block's on every rank, for all homes: a block waits only for blocks of its own index.
   const int first = at.block * static_cast<int>(blockDim.x) + threadIdx.x;
   const int step = at.num_blocks * static_cast<int>(blockDim.x);
-  const bool is_control = at.block == 0 && threadIdx.x < 32;
   if (is_control) {
-    send_headers(op, p.offsets, peers);
+    send_headers(op, p.offsets, peers, header);
     send_credits(op, p.offsets, peers);
   }
   testing_point(Point::kBeforeRows, op);
@@ -152,7 +169,7 @@ __device__ __forceinline__ void scalars_home(const KernelArgs<LlCombineWeightsPa
       ptx::st_relaxed_sys(target, tagged(__float_as_uint(value), op.tag));
     }
   }
-  if (is_control) check_headers(op, p.offsets, peers);
+  if (is_control) check_headers(op, p.offsets, peers, header);
   testing_point(Point::kBeforeReceive, op);
   for (int i = first; i < p.num_tokens * topk; i += step) {
     const int id = p.handle.ids[i];

@@ -51,7 +51,7 @@ __device__ __forceinline__ void dispatch(const LlArgs<LlDispatchParams>& args, B
   bool is_ok;
   if (is_leader_warp()) {
     is_ok = begin();
-    if (is_ok && sends(p.phase) && role.is_control()) send_headers(op, p.offsets, peers, header);
+    if (is_ok && sends(p.phase) && role.is_control()) send_headers(op, p.offsets, peers, *op.context.header, header);
     if (receives(p.phase)) advance_epoch(args, opening, Kind::kDispatch, at);
     if (is_ok && is_sending) {
       testing_point(Point::kBeforeRouting, op);
@@ -67,7 +67,7 @@ __device__ __forceinline__ void dispatch(const LlArgs<LlDispatchParams>& args, B
   if (!is_ok) return store_nothing<has_expert_rows(kLayout)>(role);
 
   if (sends(p.phase) && role.is_creditor()) send_credits(op, p.offsets, peers);
-  if (receives(p.phase) && role.is_control()) check_headers(op, p.offsets, peers, p.wait_cost);
+  if (receives(p.phase) && role.is_control()) check_headers(op, p.offsets, peers, *op.context.header, p.wait_cost);
   if (is_receiver) receive<kEncoding, kType, kSteps, kLayout>(role, op, bitmap, in, computes_addr_early);
   if constexpr (kCrossesDomains) {
     const bool is_last = at.block == at.num_blocks - 1 && is_leader_warp();

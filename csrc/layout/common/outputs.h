@@ -86,8 +86,9 @@ struct OutputShape {
   }
 };
 
-// A handle, one int32 tensor: tokens of every source [R] | expert ids of the own tokens [T, K] |
-// row map [R, M, map_k] | weights of local choices [R, M, map_k] as bits of fp32.
+// A handle, one int32 tensor: tokens of every source [R], and the tag of the dispatch that made the handle [1], the
+// same on all ranks | expert ids of the own tokens [T, K] | row map [R, M, map_k] | weights of local choices [R, M,
+// map_k] as bits of fp32.
 struct HandleShape {
   int num_ranks = 1;
   int num_tokens = 0;
@@ -98,7 +99,7 @@ struct HandleShape {
   static HandleShape of(const OutputShape& output, int num_tokens) {
     return {output.num_ranks, num_tokens, output.max_tokens, output.topk, output.map_k()};
   }
-  EP_HD int64_t ids_at() const { return align_up(num_ranks, 4); }
+  EP_HD int64_t ids_at() const { return align_up(num_ranks + 1, 4); }
   EP_HD int64_t map_at() const { return ids_at() + align_up<int64_t>(static_cast<int64_t>(num_tokens) * topk, 4); }
   EP_HD int64_t map_size() const { return static_cast<int64_t>(num_ranks) * max_tokens * map_k; }
   EP_HD int64_t weights_at() const { return map_at() + align_up<int64_t>(map_size(), 4); }

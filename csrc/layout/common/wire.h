@@ -67,7 +67,7 @@ constexpr int kMaxDeadlines = 8;
 
 // ---- The op header: the first thing that a rank sends to every other in an operation. Words below kComparedWords must
 // be equal on all ranks, and kHandle too. A receiver that sees another header ends the operation, and the error names
-// both operations, or both handles.
+// both operations, or, if they are equal but for the word of the handle, both handles.
 struct OpHeader {
   enum Word {
     kOperation,
@@ -78,7 +78,8 @@ struct OpHeader {
     kScaleBytes,
     kNumTokens,
     kIsMasked,
-    kHandle = kIsMasked
+    kHandle = kIsMasked,     // high throughput
+    kLlHandle = kScaleBytes  // low latency, of a combine, which has no scales; the last word that is compared
   };
   // kScaleBytes of high throughput: bytes of all tensors that travel with x. If these are several, the bits above are a
   // hash of their sizes in order. Two tensors that have changed places give another hash, as 8191 is a prime; of other
@@ -89,8 +90,8 @@ struct OpHeader {
   static constexpr int kWords = 8;                   // stride of a header in tagged words
 
   // Operation | dtype << 8 | quant << 16 | wire dtype << 24, elements of a row, top-k, experts, max_tokens, bytes of
-  // scales of a row, tokens of the sender. Low latency: 1 for a receiver that the sender has masked. High throughput:
-  // the tag of the dispatch whose handle the operation was given, 0 if it makes one.
+  // scales of a row, tokens of the sender. Low latency: 1 for a receiver that the sender has masked. kHandle,
+  // kLlHandle: the tag of the dispatch whose handle the operation was given; kHandle: 0 if it makes one.
   uint32_t words[kWords] = {};
 
   EP_HD uint32_t word(int index) const { return words[index]; }

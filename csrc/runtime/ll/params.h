@@ -22,13 +22,15 @@ EP_HD bool receives(Phase phase) { return phase != Phase::kSend; }
 
 // A handle's parts in its int32 tensor.
 struct HandlePtrs {
-  int32_t* tokens = nullptr;  // [R]
-  int32_t* ids = nullptr;     // [T, K], ids out of range replaced by -1
-  int32_t* rows = nullptr;    // [R, M, map_k]
-  float* weights = nullptr;   // [R, M, map_k]
+  int32_t* tokens = nullptr;    // [R]
+  int32_t* dispatch = nullptr;  // [1]
+  int32_t* ids = nullptr;       // [T, K], ids out of range replaced by -1
+  int32_t* rows = nullptr;      // [R, M, map_k]
+  float* weights = nullptr;     // [R, M, map_k]
 
   static HandlePtrs of(int32_t* base, const HandleShape& shape) {
-    return {base, base + shape.ids_at(), base + shape.map_at(), reinterpret_cast<float*>(base + shape.weights_at())};
+    return {base, base + shape.num_ranks, base + shape.ids_at(), base + shape.map_at(),
+            reinterpret_cast<float*>(base + shape.weights_at())};
   }
 };
 

@@ -90,8 +90,7 @@ class EPHandle:
         """Low latency: the row map, int32 [R, M, K], or [R, M, 1] for flat rows (csrc/layout/common/outputs.h)."""
         core = self._core
         map_k = core.topk if self.do_expand else 1
-        ids_at = _round_up(core.num_ranks, 4)
-        map_at = ids_at + _round_up(core.num_tokens * core.topk, 4)
+        map_at = _C.ll_handle_parts(core.num_ranks, core.num_tokens, core.max_tokens, core.topk, map_k)[1]
         size = core.num_ranks * core.max_tokens * map_k
         rows = core.tensor[map_at : map_at + size].view(core.num_ranks, core.max_tokens, map_k)
         numbers = torch.arange(core.max_tokens, dtype=torch.int32, device=rows.device)
@@ -191,7 +190,3 @@ class ElasticEvent(EventOverlap):
 
 def _version_of(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None or tensor.is_inference() else tensor._version
-
-
-def _round_up(value: int, unit: int) -> int:
-    return -(-value // unit) * unit

@@ -104,11 +104,16 @@ TEST(Describe, ACallIsToldWithItsArguments) {
   EXPECT_EQ(describe(dispatch_call()),
             "dispatch(bf16, hidden 7168, top-8, 256 experts, max_tokens 128, quant fp8, 224 bytes of scales a row)");
   OpHeader call = dispatch_call();
-  call.words[OpHeader::kOperation] = pack_operation(Operation::kCombine, DType::kF16, Quant::kNone, DType::kF32);
-  EXPECT_EQ(describe(call),
-            "combine(fp16, hidden 7168, top-8, 256 experts, max_tokens 128, wire fp32, with a scalar for each choice, "
-            "as gradients of weights are)");
+  call.words[OpHeader::kOperation] = pack_operation(Operation::kHtCombine, DType::kF16, Quant::kNone, DType::kF32);
+  EXPECT_EQ(
+      describe(call),
+      "high-throughput combine(fp16, hidden 7168, top-8, 256 experts, max_tokens 128, wire fp32, with a scalar for "
+      "each choice, as gradients of weights are)");
   call.words[OpHeader::kScaleBytes] = 0;
+  EXPECT_EQ(describe(call),
+            "high-throughput combine(fp16, hidden 7168, top-8, 256 experts, max_tokens 128, wire fp32)");
+  call.words[OpHeader::kOperation] = pack_operation(Operation::kCombine, DType::kF16, Quant::kNone, DType::kF32);
+  call.words[OpHeader::kLlHandle] = tag_of(9);
   EXPECT_EQ(describe(call), "combine(fp16, hidden 7168, top-8, 256 experts, max_tokens 128, wire fp32)");
   call.words[OpHeader::kOperation] =
       pack_operation(Operation::kCombineWeighted, DType::kF16, Quant::kNone, DType::kF32);
@@ -170,6 +175,8 @@ TEST(Describe, AFailureIsToldWithRankAndOperation) {
             "3 that of dispatch 10");
   failure.seen = 0;
   EXPECT_NE(describe(failure, 1, 2.5).find("rank 3 that of no dispatch"), std::string::npos);
+  failure.is_ht = 0;
+  EXPECT_EQ(describe(failure, 1, 2.5).find("ranks gave handles of different dispatches to combine 12: rank 1"), 0u);
   EXPECT_EQ(kind_of(failure), ErrorKind::kMismatch);
 }
 

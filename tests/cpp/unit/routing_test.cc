@@ -63,7 +63,7 @@ TEST(HandleShape, PartsDoNotOverlapAndStayAligned) {
       for (int topk : {1, 3}) {
         for (int map_k : {1, topk}) {
           const HandleShape handle{num_ranks, num_tokens, 5, topk, map_k};
-          EXPECT_GE(handle.ids_at(), num_ranks);
+          EXPECT_GE(handle.ids_at(), num_ranks + 1);
           EXPECT_GE(handle.map_at(), handle.ids_at() + num_tokens * topk);
           EXPECT_GE(handle.weights_at(), handle.map_at() + num_ranks * 5 * map_k);
           EXPECT_GE(handle.size(), handle.weights_at() + num_ranks * 5 * map_k);

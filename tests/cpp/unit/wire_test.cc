@@ -27,6 +27,8 @@ TEST(Tags, AreNeverThatOfANewWindowAndDifferBetweenNeighbours) {
 TEST(OpHeader, EveryWordBeforeTheTokensIsCompared) {
   EXPECT_EQ(OpHeader::kComparedWords, OpHeader::kNumTokens);
   EXPECT_LT(OpHeader::kNumTokens, OpHeader::kWords);
+  // Where it differs, all that is compared before it does not.
+  EXPECT_EQ(OpHeader::kLlHandle, OpHeader::kComparedWords - 1);
   OpHeader header;
   for (int i = 0; i < OpHeader::kWords; i++) {
     EXPECT_EQ(header.word(i), 0u);

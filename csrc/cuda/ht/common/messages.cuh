@@ -109,11 +109,8 @@ __device__ __forceinline__ Offset await_message_offset(const OpContext& op, cons
 // `source` has sent another op header, or its handle is of another dispatch.
 static __device__ __noinline__ void refuse_ht_op(const HtOpContext& op, const HtOffsets& offsets, const LsaPeers& peers,
                                                  int source) {
-  const OpHeader theirs = await_header(op, peers.local<uint64_t>(offsets.message_word(op.bank, source, 0)), source);
-  bool is_other = false;
-  for (int i = 0; i < OpHeader::kComparedWords; i++) is_other |= theirs.word(i) != op.header->word(i);
-  if (is_other) return fail(op, Failure::kOtherOp, Awaited::kOpHeader, source, 0, 0, theirs);
-  fail(op, Failure::kOtherHandle, Awaited::kOpHeader, source, op.handle, theirs.word(OpHeader::kHandle), theirs);
+  refuse_header(op, peers.local<uint64_t>(offsets.message_word(op.bank, source, 0)), source, OpHeader::kHandle,
+                op.handle);
 }
 
 // A block waits for the op headers of all ranks and compares them. Acquire: see send_header().

@@ -4,10 +4,27 @@
 #include "cuda/device/lanes.cuh"
 #include "cuda/ll/common/op_context.cuh"
 #include "cuda/protocol/headers.cuh"
+#include "runtime/ll/params.h"
 #include "transport/device/lsa_peers.h"
 
 namespace ep {
 inline namespace EP_KERNELS {
+
+// The op header of a combine: that of the params, and of which dispatch the handle is. The latter lies on the device,
+// as a graph is replayed with handles that were made anew.
+struct CombineHeader {
+  const OpHeader& header;
+  uint32_t handle;
+
+  __device__ __forceinline__ static uint32_t load(const HandlePtrs& handle) {
+    return ptx::ld_relaxed_gpu(reinterpret_cast<const uint32_t*>(handle.dispatch));
+  }
+  __device__ __forceinline__ uint32_t word(int index) const {
+    return index == OpHeader::kLlHandle ? handle : header.word(index);
+  }
+};
+__device__ __forceinline__ int handle_word(const OpHeader&) { return -1; }
+__device__ __forceinline__ int handle_word(const CombineHeader&) { return OpHeader::kLlHandle; }
 
 // Word `i` of the own op header's copies for all ranks, ready to be sent as soon as the epoch is known: other ranks
 // wait for it, and `header` is a kernel parameter, which is slow to read through a pointer.
@@ -15,8 +32,9 @@ struct HeaderLane {
   uint64_t* target = nullptr;  // in bank 0
   uint32_t value = 0;
 
-  __device__ __forceinline__ static HeaderLane of(const OpHeader& header, const LlOffsets& offsets,
-                                                  const LsaPeers& peers, int i) {
+  template <class Header>
+  __device__ __forceinline__ static HeaderLane of(const Header& header, const LlOffsets& offsets, const LsaPeers& peers,
+                                                  int i) {
     const int peer = i / OpHeader::kWords, word = i % OpHeader::kWords;
     HeaderLane lane;
     lane.value = header.word(word);
@@ -40,18 +58,21 @@ struct HeaderLane {
 };
 
 // One warp sends the op header to every rank of the domain, itself included. `lane`: its first 32 words.
+template <class Header>
 __device__ __forceinline__ void send_headers(const WarpContext& op, const LlOffsets& offsets, const LsaPeers& peers,
-                                             const HeaderLane& lane) {
+                                             const Header& header, const HeaderLane& lane) {
   testing_point(Point::kBeforeHeader, op);
   lane.send(op, offsets, lane_id());
 #pragma unroll 1
   for (int i = lane_id() + 32; i < offsets.num_ranks * OpHeader::kWords; i += 32) {
-    HeaderLane::of(*op.context.header, offsets, peers, i).send(op, offsets, i);
+    HeaderLane::of(header, offsets, peers, i).send(op, offsets, i);
   }
   testing_point(Point::kAfterHeader, op);
 }
-__device__ __forceinline__ void send_headers(const WarpContext& op, const LlOffsets& offsets, const LsaPeers& peers) {
-  send_headers(op, offsets, peers, HeaderLane::of(*op.context.header, offsets, peers, lane_id()));
+template <class Header>
+__device__ __forceinline__ void send_headers(const WarpContext& op, const LlOffsets& offsets, const LsaPeers& peers,
+                                             const Header& header) {
+  send_headers(op, offsets, peers, header, HeaderLane::of(header, offsets, peers, lane_id()));
 }
 
 // One warp sends every rank a credit: the banks of all earlier operations are empty here. The fence takes longer than a
@@ -68,14 +89,15 @@ __device__ __forceinline__ void send_credits(const OpContext& context, const LlO
 }
 
 static __device__ __noinline__ void refuse_op(const OpContext& context, const LlOffsets& offsets, const LsaPeers& peers,
-                                              int source) {
-  refuse_header(context, peers.local<uint64_t>(offsets.header(context.bank, source)), source);
+                                              int source, int handle_word, uint32_t handle) {
+  refuse_header(context, peers.local<uint64_t>(offsets.header(context.bank, source)), source, handle_word, handle);
 }
 
 // One warp waits for the op headers of all ranks and compares them with the own one. `wait_cost`: optional [R], ns that
 // each other rank came later are added.
+template <class Header>
 __device__ __forceinline__ void check_headers(const OpContext& context, const LlOffsets& offsets, const LsaPeers& peers,
-                                              int64_t* wait_cost = nullptr) {
+                                              const Header& mine, int64_t* wait_cost = nullptr) {
   if (has_bug(Bug::kUncheckedHeaders, context.kind)) return;
   const uint64_t start = wait_cost != nullptr ? ptx::global_timer_ns() : 0;
   WaitBudget budget;
@@ -91,8 +113,8 @@ __device__ __forceinline__ void check_headers(const OpContext& context, const Ll
       seen = ptx::ld_relaxed_sys(header);
     }
     const bool differs = word < OpHeader::kComparedWords && is_tagged(seen, context.tag) &&
-                         static_cast<uint32_t>(seen) != context.header->word(word);
-    if (differs) refuse_op(context, offsets, peers, source);
+                         static_cast<uint32_t>(seen) != mine.word(word);
+    if (differs) refuse_op(context, offsets, peers, source, handle_word(mine), mine.word(OpHeader::kLlHandle));
     const bool is_left =
         word == OpHeader::kIsMasked && is_tagged(seen, context.tag) && static_cast<uint32_t>(seen) != 0;
     if (kMasksRanks && is_left) ptx::st_relaxed_gpu(&context.state->masks.is_masked[source], 1);

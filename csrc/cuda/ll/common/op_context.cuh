@@ -100,10 +100,11 @@ struct Nothing {
 };
 
 // The flag must be closed before other warps poll it. The leader warp does not wait at the barrier. `others_prefetch`:
-// the first loads of the other warps, and what they can do meanwhile.
+// the first loads of the other warps, and what they can do meanwhile. `leader_prefetch`: more loads of the leader warp.
 constexpr int kOpeningBarrier = 2, kTestingBarrier = 3;
-template <class Args, class Prefetch = Nothing>
-__device__ __forceinline__ Opening open_op(OpContext& op, const Args& args, Kind kind, Prefetch others_prefetch = {}) {
+template <class Args, class Prefetch = Nothing, class LeaderPrefetch = Nothing>
+__device__ __forceinline__ Opening open_op(OpContext& op, const Args& args, Kind kind, Prefetch others_prefetch = {},
+                                           LeaderPrefetch leader_prefetch = {}) {
   testing_point_before_op(args.state->epoch[static_cast<int>(kind)].epoch, kind, args.peers.rank);
   Opening opening;
   opening.kind = kind;
@@ -116,6 +117,7 @@ __device__ __forceinline__ Opening open_op(OpContext& op, const Args& args, Kind
   opening.last_epoch = ptx::ld_relaxed_gpu(&args.state->epoch[static_cast<int>(kind)].epoch);
   opening.has_failed = ptx::ld_relaxed_gpu(&args.state->failure_flag.has_failed);
   if (kMasksRanks) opening.masked.load(args.state);
+  leader_prefetch();
   op.is_open = OpContext::kClosed;
   op.state = args.state;
   op.header = &args.params.header;

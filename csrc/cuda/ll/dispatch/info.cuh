@@ -116,7 +116,8 @@ static __device__ __noinline__ void store_ranges(const LlDispatchParams& p, cons
 
 // What of the info tensor and the handle needs no sums: by another warp, as the sums are what is done last.
 template <OutputLayout kLayout>
-__device__ __forceinline__ void store_rest_of_info(const LlDispatchParams& p, const RoutingBitmap& bitmap) {
+__device__ __forceinline__ void store_rest_of_info(const LlDispatchParams& p, const RoutingBitmap& bitmap,
+                                                   uint32_t tag) {
   const OutputShape& output = p.output;
   if constexpr (kLayout == OutputLayout::kPacked) {
 #pragma unroll 1
@@ -126,6 +127,7 @@ __device__ __forceinline__ void store_rest_of_info(const LlDispatchParams& p, co
   }
 #pragma unroll 1
   for (int r = lane_id(); r < p.shape.num_ranks; r += 32) p.handle.tokens[r] = bitmap.tokens(r);
+  if (lane_id() == 0) *p.handle.dispatch = static_cast<int32_t>(tag);
 }
 
 // Warp `index` of the `warps` that write the info tensor, all of one block: each takes 32 bins at a time, and if there

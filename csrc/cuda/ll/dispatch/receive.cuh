@@ -336,7 +336,7 @@ __device__ __forceinline__ void receive(const DispatchRole& role, const WarpCont
     if constexpr (kIsPacked) ptx::named_barrier(kDutiesBarrier, threads);
     const auto row_units = static_cast<int>(role.geometry.by_receive_pieces.divisor);
     if (stores_info) store_info<kLayout>(p, op, bitmap, last_in_block, info_warps, row_units);
-    if (stores_rest) store_rest_of_info<kLayout>(p, bitmap);
+    if (stores_rest) store_rest_of_info<kLayout>(p, bitmap, op.tag);
     clear_gaps<kLayout>(p, bitmap, from_last, role.plan.receivers());
   }
   stamp(Stamp::kRoutingKnown, role.peers.rank);

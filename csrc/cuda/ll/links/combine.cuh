@@ -265,10 +265,14 @@ __device__ __forceinline__ void combine_front(const LlArgs<LlCombineParams>& arg
   const RailRole rail_role = RailRole::in_front(args, block);
   const CombineRole role = combine_role(args);
   const bool is_sender = block < rail_role.rail.send_blocks;
-  const RailOp begun(context, op, args, Kind::kCombine, receives(p.phase), is_sender);
+  const bool sends_records = is_sender && rail_role.index == 0 && sends(p.phase);
+  uint32_t handle = 0;  // the first warp has it, which stores the header
+  const RailOp begun(context, op, args, Kind::kCombine, receives(p.phase), is_sender, [&] {
+    if (sends_records && warp_id() == 0) handle = CombineHeader::load(p.handle);
+  });
   if (!begun.is_ok()) return;
   if (is_sender) {
-    if (rail_role.index != 0 || !sends(p.phase)) return;
+    if (!sends_records) return;
     const auto id = [&](int i) { return __ldg(p.handle.ids + i); };
     const auto weight = [&](int i) {
       OwnHomeWeight own;
@@ -276,7 +280,8 @@ __device__ __forceinline__ void combine_front(const LlArgs<LlCombineParams>& arg
       return own.bits(p);
     };
     // The others want weights alone, and the ids that say whose they are.
-    return send_record(rail_role, op, kHome ? p.num_tokens * p.shape.topk : 0, id, weight);
+    const CombineHeader header{*op.context.header, handle};
+    return send_record(rail_role, op, header, kHome ? p.num_tokens * p.shape.topk : 0, id, weight);
   }
   if (!(kForwardsWeights ? sends(p.phase) : receives(p.phase))) return;
   forward_all(rail_role, op, rail_role.rail.others(), 1, [&](const RailUnit& unit) {

@@ -149,7 +149,7 @@ __device__ __forceinline__ void send_own_record(const DispatchRail& role, const 
   const auto weight = [&](int i) {
     return __float_as_uint(p.topk_weights != nullptr ? __ldg(p.topk_weights + i) : 1.0f);
   };
-  send_record(role, op, p.num_tokens * p.shape.topk, id, weight);
+  send_record(role, op, *op.context.header, p.num_tokens * p.shape.topk, id, weight);
 }
 
 template <int kSteps, int kSides>

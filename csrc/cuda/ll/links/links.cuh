@@ -102,17 +102,19 @@ struct ShareBits {
   }
 };
 
-// All threads of a block of the rail begin an operation with it. The ticket of the epoch takes its time: a block that
-// sends draws it at the end, behind its posts, and one that waits for others at once, as it ends last.
+// All threads of a block of the rail begin an operation with it. `prefetch`: first loads of warps but the last. The
+// ticket of the epoch takes its time: a block that sends draws it at the end, behind its posts, and one that waits for
+// others at once, as it ends last.
 template <class Args>
 class RailOp {
  public:
+  template <class Prefetch = Nothing>
   __device__ __forceinline__ RailOp(OpContext& context, WarpContext& op, const Args& args, Kind kind,
-                                    bool advances_epoch, bool sends)
+                                    bool advances_epoch, bool sends, Prefetch prefetch = {})
       : args_(args), is_late_(advances_epoch && sends) {
     ptx::launch_dependents();
     ptx::wait_for_prerequisites();
-    opening_ = open_op(context, args, kind);
+    opening_ = open_op(context, args, kind, prefetch);
     is_ok_ = begin_op(context, op, args, opening_);
     if (advances_epoch && !sends) advance();
   }
@@ -261,13 +263,13 @@ __device__ __forceinline__ void post_rows(const RailRole& role, const WarpContex
 
 // ---- The record
 
-// All threads of a block. `id` and `weight`: of choice i.
-template <class Id, class Weight>
-__device__ __forceinline__ void stage_record(char* record, const WarpContext& op, int entries, Id id, Weight weight) {
+// All threads of a block. `mine`: the own op header. `id` and `weight`: of choice i.
+template <class Header, class Id, class Weight>
+__device__ __forceinline__ void stage_record(char* record, const Header& mine, int entries, Id id, Weight weight) {
   auto* header = reinterpret_cast<uint32_t*>(record);
   auto* ids = reinterpret_cast<int32_t*>(record + RailRecord::ids_at());
   auto* weights = reinterpret_cast<uint32_t*>(record + RailRecord::weights_at(entries));
-  if (threadIdx.x < OpHeader::kWords) header[threadIdx.x] = op.context.header->word(static_cast<int>(threadIdx.x));
+  if (threadIdx.x < OpHeader::kWords) header[threadIdx.x] = mine.word(static_cast<int>(threadIdx.x));
   for (int i = threadIdx.x; i < entries; i += static_cast<int>(blockDim.x)) {
     ids[i] = id(i);
     weights[i] = weight(i);
@@ -275,16 +277,16 @@ __device__ __forceinline__ void stage_record(char* record, const WarpContext& op
 }
 
 // All threads of a block: the own record to every link.
-template <class Id, class Weight>
-__device__ __forceinline__ void send_record(const RailRole& role, const WarpContext& op, int entries, Id id,
-                                            Weight weight) {
+template <class Header, class Id, class Weight>
+__device__ __forceinline__ void send_record(const RailRole& role, const WarpContext& op, const Header& mine,
+                                            int entries, Id id, Weight weight) {
   const LlRail& rail = role.rail;
   const int staging = role.bank_of_staging(op.bank, op.context.kind);
   testing_point(Point::kBeforeHeader, op);
   for (int i = 0; i < rail.others(); i++) {
     const int link = rail.other(i);
     if (is_masked_link(role, op, link) || (i > 0 && rail.record_copies == 1)) continue;
-    stage_record(role.peers.local<char>(rail.own_record(staging, link)), op, entries, id, weight);
+    stage_record(role.peers.local<char>(rail.own_record(staging, link)), mine, entries, id, weight);
   }
   __syncthreads();
   if (lane_id() != 0) return;

@@ -18,12 +18,17 @@ __device__ __forceinline__ void scalars_front(const LlArgs<LlCombineWeightsParam
   WarpContext op(context, WarpContext::NotYet{});
   const RailRole role = RailRole::in_front(args, block);
   const bool is_sender = block < role.rail.send_blocks;
-  const RailOp begun(context, op, args, Kind::kCombine, true, is_sender);
+  const bool sends_records = is_sender && role.index == 0;
+  uint32_t handle = 0;  // the first warp has it, which stores the header
+  const RailOp begun(context, op, args, Kind::kCombine, true, is_sender, [&] {
+    if (sends_records && warp_id() == 0) handle = CombineHeader::load(p.handle);
+  });
   if (!begun.is_ok()) return;
   if (is_sender) {
-    if (role.index != 0) return;
+    if (!sends_records) return;
     const auto id = [&](int i) { return p.handle.ids[i]; };
-    return send_record(role, op, p.num_tokens * p.shape.topk, id, [](int) { return 0u; });
+    const CombineHeader header{*op.context.header, handle};
+    return send_record(role, op, header, p.num_tokens * p.shape.topk, id, [](int) { return 0u; });
   }
   forward_all(role, op, role.rail.others(), 1, [&](const RailUnit& unit) {
     forward_header(op, p.offsets, role.as_peer_of(unit.link), IncomingRecord::of(role, op, unit.link, p.shape));
@@ -107,11 +112,15 @@ __device__ __forceinline__ void scalars_home_by_rail(const LlArgs<LlCombineWeigh
   EP_SHARED(OpContext, context);
   WarpContext op(context, WarpContext::NotYet{});
   const RailRole role{args.rail, args.peers, EP_NETWORK(args.network), at.block, at.num_blocks};
-  const RailOp begun(context, op, args, Kind::kCombine, true, false);
-  if (!begun.is_ok()) return;
   const bool is_control = at.block == 0 && threadIdx.x < 32;
+  uint32_t handle = 0;  // the control warp has it
+  const RailOp begun(context, op, args, Kind::kCombine, true, false, [&] {
+    if (is_control) handle = CombineHeader::load(p.handle);
+  });
+  if (!begun.is_ok()) return;
+  const CombineHeader header{*op.context.header, handle};
   if (is_control) {
-    send_headers(op, p.offsets, args.peers);
+    send_headers(op, p.offsets, args.peers, header);
     send_credits(op, p.offsets, args.peers);
   }
   testing_point(Point::kBeforeRows, op);
@@ -124,7 +133,7 @@ __device__ __forceinline__ void scalars_home_by_rail(const LlArgs<LlCombineWeigh
       is_ok = send_domain_scalars(role, op, p, role.rail.other(i), channel);
     }
   }
-  if (is_control) check_headers(op, p.offsets, args.peers);
+  if (is_control) check_headers(op, p.offsets, args.peers, header);
   testing_point(Point::kBeforeReceive, op);
   // A channel without scalars for this rank is waited for as well: it must not land in a later call.
   for (int channel = 1 + at.block; channel < role.rail.channels(); channel += at.num_blocks) {
