@@ -37,7 +37,6 @@ _LEFT_OUT = {  # what serve.py has and this program has not
     "report": None, "log_every": None,
 }  # fmt: skip
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["examples.moe_lm.server"])  # a new rank is there at once
 
 
 class RankDied(Exception):
@@ -341,7 +340,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
-    _context.set_forkserver_preload([__name__])
+    # A new rank is there at once. This module itself is __main__, which the server cannot load by its name.
+    _context.set_forkserver_preload([Server.__module__])
     what = f"{options.requests} requests on {ranks.num_ranks(options)} ranks"
     print(f"serving {what}, of which {options.kills} are killed ..", flush=True)
     found = serve_with(options, options.kills)

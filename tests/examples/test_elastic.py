@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 import re
+from multiprocessing import forkserver
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from examples.moe_lm import elastic
 from tests.examples.ranks import SIZES
+
+
+def test_new_ranks_have_their_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``python -m`` runs the program: it is ``__main__``, which a server of forks does not load."""
+    preloads = []
+
+    def serve(*_: Any) -> Any:
+        preloads.append(forkserver._forkserver._preload_modules)  # type: ignore[attr-defined]
+        return SimpleNamespace(load=[], tokens={}, lost={}, deaths=1)
+
+    monkeypatch.setattr(elastic, "__name__", "__main__")
+    monkeypatch.setattr(elastic, "serve_with", serve)
+    assert elastic.main([]) == 0
+    assert preloads == [["examples.moe_lm.server"]]
 
 
 @pytest.mark.slow
