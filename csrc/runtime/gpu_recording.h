@@ -26,7 +26,7 @@ class GpuRecording {
   };
   struct Times {
     int64_t begin_ns = 0;  // on the host's clock
-    double us = 0;
+    int64_t ns = 0;        // from there to the end
   };
 
   virtual ~GpuRecording() = default;
@@ -44,7 +44,7 @@ class GpuRecording {
   // All that was asked for has been written. wait() raises the error of a GPU that has failed.
   virtual bool is_done(const Entry& entry) = 0;
   virtual void wait(const Entry& entry) = 0;
-  // Of one that has ended, and is done.
+  // Of one that has ended, and is done. One thread at a time.
   virtual Times times(const Entry& entry) = 0;
   // [R rows, E choices if they were wanted] in the lower halves. Null: nothing was counted.
   virtual const uint64_t* counts(const Entry& entry) = 0;

@@ -1,7 +1,6 @@
 #include "runtime/recorded_line.h"
 
 #include <charconv>
-#include <cstdio>
 
 namespace ep {
 namespace {
@@ -21,6 +20,13 @@ void append(std::string& text, const char* name, const std::vector<int32_t>& val
     text.append(digits, std::to_chars(digits, digits + sizeof digits, values[i]).ptr);
   }
   text += "]";
+}
+
+// A number of JSON in any locale.
+void append_us(std::string& text, const char* name, int64_t ns) {
+  append(text, name, ns / 1000);
+  const std::string digits = std::to_string(1000 + ns % 1000);  // of which the first is none
+  (text += ".").append(digits, 1);
 }
 
 }  // namespace
@@ -94,9 +100,7 @@ std::string RecordedLine::text() const {
   if (is_captured) text += ", \"is_captured\": true";
   if (has_times) {
     append(text, "device_begin_ns", device_begin_ns);
-    char us[48];
-    std::snprintf(us, sizeof us, ", \"device_us\": %.3f", device_us);
-    text += us;
+    append_us(text, "device_us", device_ns);
   }
   if (has_rows) append(text, "rows", rows);
   if (!choices.empty()) append(text, "choices", choices);

@@ -24,7 +24,7 @@ struct RecordedLine {
   bool is_captured = false;
   bool has_times = false;
   int64_t device_begin_ns = 0;
-  double device_us = 0;
+  int64_t device_ns = 0;
   bool has_rows = false;
   std::vector<int32_t> rows;     // [R]
   std::vector<int32_t> choices;  // [E], or none

@@ -149,7 +149,7 @@ Recorder::Lines Recorder::finished(bool waits) noexcept {
             const GpuRecording::Times times = gpu.times(*operation.entry);
             line.has_times = line.device_index >= 0;
             line.device_begin_ns = times.begin_ns;
-            line.device_us = times.us;
+            line.device_ns = times.ns;
             if (const uint64_t* counts = gpu.counts(*operation.entry)) line.take(counts);
           }
           gpu.give_back(*operation.entry);

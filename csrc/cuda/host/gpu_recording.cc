@@ -10,12 +10,15 @@
 #include <vector>
 
 #include "cuda/ht/observed_counts.h"
+#include "runtime/gpu_clock.h"
 #include "transport/device/device_guard.h"
 
 namespace ep {
 namespace {
 
 constexpr int kAtATime = 256;  // entries in one piece of page-locked memory
+constexpr int kLooks = 3;      // at a GPU's clock; the first launch takes longer
+constexpr int64_t kLookNs = 100 * 1000;
 
 using Word = RecordedWords::Word;
 
@@ -55,7 +58,7 @@ class Recording final : public GpuRecording {
              " SMs, this one has ", sms);
     EP_CUDA(cudaStreamCreateWithFlags(&idle_, cudaStreamNonBlocking));
     try {
-      find_clock();
+      look_first();
     } catch (const Error&) {
       free_all();
       throw;
@@ -153,7 +156,8 @@ class Recording final : public GpuRecording {
     const Words& entry = static_cast<const Words&>(given);
     const uint64_t *ends = &entry.word(Word::kEnds), begin = entry.word(Word::kBegin);
     const uint64_t end = *std::max_element(ends, ends + entry.word(Word::kBlocks));
-    return {static_cast<int64_t>(begin) + to_host_ns_, static_cast<double>(end - begin) * 1e-3};
+    look_again();
+    return {clock_.on_host(begin), std::max<int64_t>(static_cast<int64_t>(end - begin), 0)};
   }
   const uint64_t* counts(const Entry& given) override {
     const Words& entry = static_cast<const Words&>(given);
@@ -168,15 +172,38 @@ class Recording final : public GpuRecording {
     return true;
   }
 
-  // From the GPU's clock to the host's, by a kernel on an idle stream: no caller's stream is waited for.
-  void find_clock() {
-    uint64_t* word = page_locked(1);
-    for (int i = 0; i < 3; i++) {  // the first launch takes longer
-      *word = 0;
-      launch_observed_time(word, idle_);
-      while (seen(*word) == 0) check_gpu();
-      to_host_ns_ = host_clock_ns() - static_cast<int64_t>(*word);
+  // The GPU's clock is read by a kernel on an idle stream: no caller's stream is waited for.
+  void look_first() {
+    clock_word_ = page_locked(1);
+    clock_.begin_look(host_clock_ns());
+    for (int i = 0; i < kLooks; i++) {
+      launch_look();
+      while (seen(*clock_word_) == 0) check_gpu();
+      clock_.add(*clock_word_, host_clock_ns());
     }
+    clock_.end_look();
+  }
+  // By the thread that asks for times. Where the GPU has no room for the kernel, it is not waited for long.
+  void look_again() {
+    if (!clock_.is_due(host_clock_ns()) || seen(*clock_word_) == 0) return;
+    try {
+      const OnGpu on_gpu(device_);
+      clock_.begin_look(host_clock_ns());
+      for (int i = 0; i < kLooks; i++) {
+        launch_look();
+        const int64_t latest_ns = host_clock_ns() + kLookNs;
+        while (seen(*clock_word_) == 0) {
+          if (host_clock_ns() > latest_ns) return;
+        }
+        clock_.add(*clock_word_, host_clock_ns());
+      }
+      clock_.end_look();
+    } catch (const Error&) {  // told by others: this operation is done
+    }
+  }
+  void launch_look() {
+    std::atomic_ref(*clock_word_).store(0, std::memory_order_relaxed);
+    launch_observed_time(clock_word_, idle_);
   }
   void check_gpu() const {
     const OnGpu on_gpu(device_);
@@ -234,7 +261,8 @@ class Recording final : public GpuRecording {
 
   const int device_;
   cudaStream_t idle_ = nullptr;  // also tells of errors
-  int64_t to_host_ns_ = 0;
+  GpuClock clock_;
+  uint64_t* clock_word_ = nullptr;  // page-locked; 0: the kernel that writes it has not run
   std::atomic<uint32_t> tags_{0};
   std::atomic<bool> has_lost_{false};  // entries that kernels may still write into
   std::mutex mutex_;                   // of what follows

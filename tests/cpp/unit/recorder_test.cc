@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <clocale>
 #include <deque>
 #include <map>
 #include <string>
@@ -65,7 +66,7 @@ class FakeRecording final : public GpuRecording {
   }
   Times times(const Entry& entry) override {
     EXPECT_TRUE(static_cast<const Operation&>(entry).has_ended);
-    return {static_cast<int64_t>(1000 * static_cast<const Operation&>(entry).number), 2.5};
+    return {static_cast<int64_t>(1000 * static_cast<const Operation&>(entry).number), 2050};
   }
   const uint64_t* counts(const Entry& entry) override {
     const auto& words = static_cast<const Operation&>(entry).words;
@@ -274,8 +275,20 @@ TEST(Recorder, ALineIsJson) {
   EXPECT_EQ(text.rfind("\"operation\": \"ht dispatch\", \"number\": 1, \"begin_ns\": ", 0), 0u) << text;
   const std::string end =
       ", \"tokens\": 3, \"hidden\": 64, \"topk\": 2, \"experts\": 4, \"row_bytes\": 128, \"is_home_bound\": false, "
-      "\"device_begin_ns\": 1000, \"device_us\": 2.500, \"rows\": [1, 1], \"choices\": [1, 1, 1, 1]";
+      "\"device_begin_ns\": 1000, \"device_us\": 2.050, \"rows\": [1, 1], \"choices\": [1, 1, 1, 1]";
   EXPECT_NE(text.find(end), std::string::npos) << text;
+}
+
+// Which has a comma in numbers of C.
+TEST(Recorder, ALineIsJsonInAnyLocale) {
+  const std::string before = std::setlocale(LC_NUMERIC, nullptr);
+  if (std::setlocale(LC_NUMERIC, "de_DE.UTF-8") == nullptr) GTEST_SKIP() << "there is no locale de_DE.UTF-8";
+  World world;
+  world.gpus[0].done = 1000;
+  world.operate();
+  world.close();
+  std::setlocale(LC_NUMERIC, before.c_str());
+  EXPECT_NE(world.texts[0].find("\"device_us\": 2.050, "), std::string::npos) << world.texts[0];
 }
 
 TEST(Recorder, CountsOnTheCpuAtOnce) {
