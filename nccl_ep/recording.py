@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import functools
 import json
+import multiprocessing.util
 import os
 import platform
 import threading
@@ -36,7 +37,8 @@ _recorder: _Recorder | None = None
 def record(path: str | os.PathLike[str]) -> Iterator[None]:
     """Records the operations of this process, in a ``with`` block: docs/report.md.
 
-    ``NCCL_EP_RECORD=path`` in the environment records from the import of nccl_ep to the end of the process.
+    ``NCCL_EP_RECORD=path`` in the environment records from the import of nccl_ep to the end of the process. So it does
+    in forks of a process that has recorded nothing so far; others are not recorded.
 
     Args:
         path: of a folder, which is made where there is none. Each rank writes ``rank0.jsonl``, ``rank1.jsonl``, ...
@@ -61,15 +63,37 @@ def set_up() -> None:
     """Reads ``NCCL_EP_RECORD``. Called when the package is imported."""
     if path := os.environ.get("NCCL_EP_RECORD"):
         try:
-            _start(Path(path))
+            _start_until_the_end(Path(path))
         except OSError as error:
             raise SystemError(f"NCCL_EP_RECORD is {path!r}: {error}") from None
-        atexit.register(_stop)
+        os.register_at_fork(after_in_child=_go_on_in_fork)
+
+
+def _start_until_the_end(folder: Path) -> None:
+    _start(folder)
+    _stop_at_the_end()
+    # multiprocessing forgets it when a process that it has made begins to work, and then calls this.
+    multiprocessing.util.register_after_fork(_recorder, _stop_at_the_end)
+
+
+def _stop_at_the_end(_: object = None) -> None:
+    """Some processes that multiprocessing has made end without atexit."""
+    atexit.register(_stop)
+    multiprocessing.util.Finalize(None, _stop, exitpriority=-1)
+
+
+def _go_on_in_fork() -> None:
+    """Ranks may be forks of a process that has imported nccl_ep for them all, and is none itself."""
+    global _recorder
+    if _recorder is not None and not _recorder.has_begun:
+        when_destroyed.remove(_recorder.keep_stats)
+        folder, _recorder = _recorder.folder, None
+        _start_until_the_end(folder)
 
 
 def _start(folder: Path) -> None:
     global _recorder
-    if _recorder is not None:
+    if _recorder is not None and _recorder.is_of_this_process():
         raise UsageError(f"this process records into {_recorder.folder} already")
     folder.mkdir(parents=True, exist_ok=True)
     if not os.access(folder, os.W_OK):
@@ -152,11 +176,19 @@ class _Recorder:
         self._process = os.getpid()  # a fork's operations are not recorded
         self._is_closed = False
 
+    @property
+    def has_begun(self) -> bool:
+        """A file."""
+        return bool(self._files)
+
+    def is_of_this_process(self) -> bool:
+        return os.getpid() == self._process
+
     def write(self, operations: list[tuple[int, int, str, str, str]]) -> None:
         """Of csrc/torch/observer.cc, in order: rank, ranks, buffer, device, and what is in the line of the file."""
         with self._lock:
             for operation in operations:
-                if self._is_closed or os.getpid() != self._process:
+                if self._is_closed or not self.is_of_this_process():
                     return
                 self._write(*operation)
             self._flush()
@@ -167,12 +199,12 @@ class _Recorder:
             self._stats[buffer.rank, buffer.name] = buffer.stats()
 
     def close(self) -> None:
-        if os.getpid() != self._process:
+        if not self.is_of_this_process():
             return
         for buffer in living():
             self.keep_stats(buffer)
         with self._lock:
-            for (rank, name), stats in self._stats.items():
+            for (rank, name), stats in list(self._stats.items()):
                 if rank in self._files:
                     self._put(rank, functools.partial(_File.stats, name=name, stats=stats))
             for rank in list(self._files):

@@ -24,7 +24,29 @@ RecordedGpus gpus() {
 #endif
 }
 
-// Gives lines to a function of Python. What it raises is shown as of a destructor, and ends nothing.
+int raise_given(void* error) {
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error)), static_cast<PyObject*>(error));
+  Py_DECREF(static_cast<PyObject*>(error));
+  return -1;
+}
+
+// In the main thread, when the operation is over. False: Python has no room for it.
+bool raise_later() {
+  PyObject *type = nullptr, *error = nullptr, *traceback = nullptr;
+  PyErr_Fetch(&type, &error, &traceback);
+  PyErr_NormalizeException(&type, &error, &traceback);
+  if (traceback != nullptr) PyException_SetTraceback(error, traceback);
+  if (Py_AddPendingCall(&raise_given, error) == 0) {
+    Py_DECREF(type);
+    Py_XDECREF(traceback);
+    return true;
+  }
+  PyErr_Restore(type, error, traceback);
+  return false;
+}
+
+// Gives lines to a function of Python. What it raises is shown as of a destructor, and ends nothing. What a handler of
+// a signal raises amid it (Ctrl-C, the end of a server) is none of it, and is raised behind the operation.
 class PythonRecorder : public Recorder {
  public:
   explicit PythonRecorder(py::object write) : Recorder(gpus()), write_(std::move(write)) {}
@@ -56,7 +78,9 @@ class PythonRecorder : public Recorder {
     } catch (const std::exception& error) {
       PyErr_SetString(PyExc_RuntimeError, error.what());
     }
-    if (!result) PyErr_WriteUnraisable(write_.ptr());
+    if (result) return;
+    const bool is_of_signal = PyErr_ExceptionMatches(PyExc_Exception) == 0;
+    if (!is_of_signal || !raise_later()) PyErr_WriteUnraisable(write_.ptr());
   }
 
   const py::object write_;

@@ -229,6 +229,40 @@ def test_a_file_that_ends_in_between_ends_the_recording(tmp_path: Path, caplog: 
     assert caplog.text.count("the recording of rank 0 is cut off: [Errno 32] Broken pipe") == 1
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_amid_the_writing_ends_the_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """Ctrl-C, and what the handler of a server raises."""
+    flush = recording._File.flush
+    done: list[int] = []
+
+    def interrupted(file: recording._File) -> None:
+        if done == [0]:
+            signal.raise_signal(number)
+        flush(file)
+
+    def end(*_: Any) -> None:
+        sys.exit(7)
+
+    monkeypatch.setattr(recording._File, "flush", interrupted)
+    before = signal.signal(number, end if number == signal.SIGTERM else signal.default_int_handler)
+    try:
+        with nccl_ep.Buffer.for_shapes(None, **SIZES) as buffer, nccl_ep.record(tmp_path):
+            with pytest.raises((KeyboardInterrupt, SystemExit)) as raised:
+                for step in range(5):
+                    programs.exchange(buffer, 0, "ll", step)
+                    done.append(step)
+            assert done == [0]
+            monkeypatch.undo()
+            programs.exchange(buffer, 0, "ll", 5)
+    finally:
+        signal.signal(number, before)
+    assert raised.type is (SystemExit if number == signal.SIGTERM else KeyboardInterrupt)
+    assert "interrupted" in [each.name for each in raised.traceback]
+    assert len(operations(tmp_path)) >= 4
+
+
 KILLED = """
 import os, signal, sys
 import nccl_ep
@@ -245,6 +279,62 @@ def test_a_process_that_is_killed_leaves_what_it_has_recorded(tmp_path: Path) ->
     assert [line["operation"] for line in operations(tmp_path)] == ["dispatch", "combine"]
     notes = figures(load([tmp_path]).recorded)["notes"]
     assert "rank0.jsonl has no end: its process was killed, or its disk was full." in notes
+
+
+FORKS = """
+import multiprocessing, sys
+import nccl_ep
+from tests.report import programs
+
+def body():
+    with nccl_ep.Buffer.for_shapes(None, **programs.SIZES) as buffer:
+        programs.exchange(buffer, 0, "ll", 0)
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context(sys.argv[1])
+    context.set_forkserver_preload(["nccl_ep", "tests.report.programs"] if sys.argv[2] == "preloaded" else [])
+    if sys.argv[2] == "recorded":
+        body()
+        body()
+    child = context.Process(target=body)
+    child.start()
+    child.join()
+    sys.exit(child.exitcode)
+"""
+
+
+@pytest.mark.parametrize(
+    ("method", "what", "buffers"),
+    [("fork", "", 1), ("fork", "recorded", 2), ("forkserver", "", 1), ("forkserver", "preloaded", 1), ("spawn", "", 1)],
+)
+def test_the_environment_records_processes_that_a_program_makes(
+    tmp_path: Path, method: str, what: str, buffers: int
+) -> None:
+    """But no fork of one that has recorded, whose file it would overwrite."""
+    (tmp_path / "forks.py").write_text(FORKS)
+    environment = os.environ | {"NCCL_EP_RECORD": str(tmp_path / "made"), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(tmp_path / "forks.py"), method, what]
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=300)
+    assert [path.name for path in (tmp_path / "made").iterdir()] == ["rank0.jsonl"]
+    lines = lines_of(tmp_path / "made/rank0.jsonl")
+    assert [line["operation"] for line in lines if "in_buffer" in line] == ["dispatch", "combine"] * buffers
+    assert len([line for line in lines if "stats_of" in line]) == buffers
+    assert "recording_ended_ns" in lines[-1]
+
+
+def test_a_fork_of_a_recorded_process_may_record_for_itself(tmp_path: Path) -> None:
+    with nccl_ep.record(tmp_path / "parent"), nccl_ep.Buffer.for_shapes(None, **SIZES) as buffer:
+        programs.exchange(buffer, 0, "ll", 0)
+        child = os.fork()
+        if child == 0:
+            try:
+                with nccl_ep.record(tmp_path / "child"), nccl_ep.Buffer.for_shapes(None, **SIZES) as own:
+                    programs.exchange(own, 0, "ll", 0)
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        programs.exchange(buffer, 0, "ll", 1)
+    assert [len(operations(tmp_path / name)) for name in ("parent", "child")] == [4, 2]
 
 
 @pytest.mark.parametrize("path", ["", b"folder", 3])
