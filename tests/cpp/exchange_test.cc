@@ -48,7 +48,7 @@ TEST(Exchange, LeavesNoPutsBehind) {
   on_two_ranks(1, [](Bootstrap& bootstrap, Transport& transport, CpuState& state, const LlOffsets& offsets) {
     const int peer = 1 - bootstrap.rank();
     {
-      Exchange exchange(transport, state, Kind::kDispatch, offsets, {});
+      Exchange exchange(transport, state, Kind::kDispatch, offsets, {}, nullptr);
       const std::vector<uint32_t> words(kRowWords, 42);
       for (int token = 0; token < 8; token++) exchange.send_row(peer, token, words.data(), kRowWords);
     }
@@ -71,7 +71,7 @@ TEST(Exchange, TakingARowEmptiesItsSlot) {
                                  const LlOffsets& offsets) {
       const int peer = 1 - bootstrap.rank();
       for (int words = kRowWords; words > 0; words -= 16) {
-        Exchange exchange(transport, state, Kind::kDispatch, offsets, {});
+        Exchange exchange(transport, state, Kind::kDispatch, offsets, {}, nullptr);
         std::vector<uint32_t> row(words);
         for (int i = 0; i < words; i++) row[i] = 1000 * words + i;
         for (int p = 0; p < 2; p++) exchange.send_header(p);
@@ -99,7 +99,7 @@ TEST(Exchange, TakingARowEmptiesItsSlot) {
 TEST(Exchange, ATimeoutNamesWhatIsMissing) {
   on_two_ranks(2, [](Bootstrap& bootstrap, Transport& transport, CpuState& state, const LlOffsets& offsets) {
     state.control.timeout_seconds = 0.2;
-    Exchange exchange(transport, state, Kind::kDispatch, offsets, {});
+    Exchange exchange(transport, state, Kind::kDispatch, offsets, {}, nullptr);
     for (int p = 0; p < 2; p++) exchange.send_header(p);
     exchange.close_stage();
     bootstrap.allgather("sent");  // what is there is taken, whether the deadline has passed or not

@@ -14,13 +14,13 @@
 namespace ep {
 namespace {
 
-struct Group {
+struct ScaledGroup {
   float scale;
   int exponent;
   float factor;
 };
 
-Group group_of(Quant quant, const float* row, int count) {
+ScaledGroup group_of(Quant quant, const float* row, int count) {
   float amax = 1e-4f;
   for (int i = 0; i < count; i++) {
     if (!std::isnan(row[i]) && std::fabs(row[i]) > amax) amax = std::fabs(row[i]);
@@ -49,7 +49,7 @@ void expect_quantised(Quant quant, const std::vector<float>& row) {
   EXPECT_EQ(scales[scale_words], 0xEEEEEEEE);  // nothing is written past the end
   for (int g = 0; g < groups; g++) {
     const int begin = g * 128, end = std::min(begin + 128, hidden);
-    const Group expected = group_of(quant, row.data() + begin, end - begin);
+    const ScaledGroup expected = group_of(quant, row.data() + begin, end - begin);
     if (quant == Quant::kFp8Ue8m0) {
       ASSERT_EQ(scales[g / 4] >> (g % 4 * 8) & 0xFF, static_cast<uint32_t>(expected.exponent + 127));
     } else {

@@ -79,7 +79,7 @@ class FakeRecording final : public GpuRecording {
 };
 
 // Two GPUs, and what a file would get.
-struct World {
+struct RecordedWorld {
   std::map<int, FakeGpu> gpus;
   bool is_capturing = false;
   std::vector<size_t> batches;
@@ -88,7 +88,7 @@ struct World {
 
   class Kept : public Recorder {
    public:
-    explicit Kept(World& world)
+    explicit Kept(RecordedWorld& world)
         : Recorder({[&world](int device) { return std::make_unique<FakeRecording>(world.gpus[device]); },
                     [&world](void*) { return world.is_capturing; }}),
           world_(world) {}
@@ -98,7 +98,7 @@ struct World {
     }
 
    private:
-    World& world_;
+    RecordedWorld& world_;
   };
 
   Kept recorder{*this};
@@ -139,7 +139,7 @@ struct World {
 };
 
 TEST(Recorder, GivesWhatAGpuHasDoneInBatchesAndInOrder) {
-  World world;
+  RecordedWorld world;
   world.gpus[0].done = 1000;
   world.operate_times(2 * Recorder::kBatch + 3);
   EXPECT_EQ(world.batches, std::vector<size_t>(2, Recorder::kBatch));
@@ -150,7 +150,7 @@ TEST(Recorder, GivesWhatAGpuHasDoneInBatchesAndInOrder) {
 }
 
 TEST(Recorder, WaitsForNoGpuThatIsBehind) {
-  World world;
+  RecordedWorld world;
   world.operate_times(Recorder::kBatch - 1);
   world.gpus[0].done = 10;
   world.operate_times(3 * Recorder::kBatch);
@@ -162,7 +162,7 @@ TEST(Recorder, WaitsForNoGpuThatIsBehind) {
 }
 
 TEST(Recorder, OneGpuDoesNotHoldAnother) {
-  World world;
+  RecordedWorld world;
   world.gpus[1].done = 1000;
   for (int i = 0; i < Recorder::kBatch / 2; i++) {
     world.operate(0);
@@ -173,7 +173,7 @@ TEST(Recorder, OneGpuDoesNotHoldAnother) {
 }
 
 TEST(Recorder, AsksNothingOfAGpuThatCaptures) {
-  World world;
+  RecordedWorld world;
   world.operate();
   const int asked = world.gpus[0].asked;
   world.is_capturing = true;
@@ -191,7 +191,7 @@ TEST(Recorder, AsksNothingOfAGpuThatCaptures) {
 }
 
 TEST(Recorder, AFailedOperationIsALineAtItsPlace) {
-  World world;
+  RecordedWorld world;
   world.gpus[0].done = 1000;
   world.operate();
   world.operate(0, true);
@@ -205,9 +205,9 @@ TEST(Recorder, AFailedOperationIsALineAtItsPlace) {
 }
 
 TEST(Recorder, GivesKernelsTheWordsOfTheirOperation) {
-  World world;
+  RecordedWorld world;
   world.gpus[0].done = 1000;
-  const Observation operation = World::seen(7, 0);
+  const Observation operation = RecordedWorld::seen(7, 0);
   void* begun = world.recorder.begin(operation);
   EXPECT_EQ(world.recorder.words_of(begun).tag, 7u);
   world.recorder.end(operation, begun, false);
@@ -219,7 +219,7 @@ TEST(Recorder, GivesKernelsTheWordsOfTheirOperation) {
 }
 
 TEST(Recorder, TellsWhatAFailedGpuHasLost) {
-  World world;
+  RecordedWorld world;
   world.operate_times(5);
   world.gpus[0].done = 2;
   world.gpus[0].has_failed = true;
@@ -233,8 +233,8 @@ TEST(Recorder, TellsWhatAFailedGpuHasLost) {
 }
 
 TEST(Recorder, WhatEndsBehindTheEndIsNotRecorded) {
-  World world;
-  const Observation operation = World::seen(1, 0);
+  RecordedWorld world;
+  const Observation operation = RecordedWorld::seen(1, 0);
   void* begun = world.recorder.begin(operation);
   world.close();
   const int waits = world.gpus[0].waits;
@@ -246,13 +246,13 @@ TEST(Recorder, WhatEndsBehindTheEndIsNotRecorded) {
 
 TEST(Recorder, ThreadsRecordBesideOneAnother) {
   constexpr int kThreads = 4, kEach = 10 * Recorder::kBatch;
-  World world;
+  RecordedWorld world;
   for (int device = 0; device < kThreads; device++) world.gpus[device].done = kEach;
   std::vector<std::thread> threads;
   for (int device = 0; device < kThreads; device++) {
     threads.emplace_back([&world, device] {
       for (uint64_t number = 1; number <= kEach; number++) {
-        const Observation operation = World::seen(number, device);
+        const Observation operation = RecordedWorld::seen(number, device);
         world.recorder.end(operation, world.recorder.begin(operation), false);
       }
     });
@@ -266,7 +266,7 @@ TEST(Recorder, ThreadsRecordBesideOneAnother) {
 }
 
 TEST(Recorder, ALineIsJson) {
-  World world;
+  RecordedWorld world;
   world.gpus[0].done = 1000;
   world.operate();
   world.close();
@@ -283,7 +283,7 @@ TEST(Recorder, ALineIsJson) {
 TEST(Recorder, ALineIsJsonInAnyLocale) {
   const std::string before = std::setlocale(LC_NUMERIC, nullptr);
   if (std::setlocale(LC_NUMERIC, "de_DE.UTF-8") == nullptr) GTEST_SKIP() << "there is no locale de_DE.UTF-8";
-  World world;
+  RecordedWorld world;
   world.gpus[0].done = 1000;
   world.operate();
   world.close();
@@ -292,9 +292,9 @@ TEST(Recorder, ALineIsJsonInAnyLocale) {
 }
 
 TEST(Recorder, CountsOnTheCpuAtOnce) {
-  World world;
+  RecordedWorld world;
   const int64_t ids[] = {0, 1, 3, -1, 9, 2};
-  Observation operation = World::seen(1, -1);
+  Observation operation = RecordedWorld::seen(1, -1);
   operation.ids = ids;
   operation.is_idx64 = true;
   world.recorder.end(operation, world.recorder.begin(operation), false);
