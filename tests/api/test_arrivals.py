@@ -16,10 +16,11 @@ import torch
 import nccl_ep
 from nccl_ep.arrivals import Arrivals, Block
 from nccl_ep.testing import ThreadGroup, run_ranks
+from tests.ll.mask_ranks import Parted
 from tests.support.cases import Case
 from tests.support.expected import Expected, plain_case
 from tests.support.harness import case_buffer
-from tests.support.patience import of_living_ranks
+from tests.support.patience import PATIENCE, of_living_ranks
 
 WAIT = of_living_ranks(60.0)
 POISON = 0x7F
@@ -123,26 +124,55 @@ def dispatch_into(
 @pytest.mark.parametrize("num_ranks", [1, 3])
 @pytest.mark.parametrize("mode", ["ll", "ht", "cached"])
 def test_words_come_behind_their_rows(mode: str, num_ranks: int, name: str) -> None:
-    """Several dispatches announce in the same memory, which nobody clears."""
-    case = Expected(plain_case(num_ranks, max_tokens=12, tokens=(12,) * num_ranks, **CASES[name]))
+    watch(mode, Expected(plain_case(num_ranks, max_tokens=12, tokens=(12,) * num_ranks, **CASES[name])), name)
 
+
+@pytest.mark.parametrize("name", ["expert_major", "packed", "fp8"])
+@pytest.mark.parametrize("mode", ["ll", "ht", "cached"])
+def test_words_come_behind_rows_of_other_domains(mode: str, name: str) -> None:
+    watch(mode, Expected(plain_case(4, max_tokens=12, tokens=(12,) * 4, domain_size=2, **CASES[name])), name)
+
+
+def watch(mode: str, case: Expected, name: str) -> None:
     def body(group: ThreadGroup) -> None:
         with buffer_of(case, group) as buffer:
             out = case.send(buffer, mode="ht" if mode == "cached" else mode)
-            rows_per_block = 2 if name == "packed" else 4
-            blocks = blocks_of(case.case, out, rows_per_block)
-            arrivals = Arrivals(buffer, blocks=blocks + 1, rows_per_block=rows_per_block)
-            for turn in range(3):
-                for tensor in (out.x, out.scales):
-                    if tensor is not None:
-                        tensor.view(torch.uint8).fill_(POISON)
-                with Consumer(arrivals, out, blocks, turn + 1) as consumer:
-                    out = dispatch_into(case, buffer, mode, out, arrivals)
-                case.check_dispatch(out, buffer.rank)
-                consumer.check(out, f"{case.where(buffer.rank)} turn {turn}")
-                assert not arrivals.has_failed()
+            watch_turns(mode, case, buffer, out, case, 2 if name == "packed" else 4)
 
-    run_ranks(num_ranks, body)
+    run_ranks(case.case.num_ranks, body)
+
+
+def watch_turns(
+    mode: str, case: Expected, buffer: nccl_ep.Buffer, out: nccl_ep.DispatchOutput, want: Expected,
+    rows_per_block: int,
+) -> None:  # fmt: skip
+    """Several dispatches announce in the same memory, which nobody clears. want: what comes."""
+    blocks = blocks_of(case.case, out, rows_per_block)
+    arrivals = Arrivals(buffer, blocks=blocks + 1, rows_per_block=rows_per_block)
+    for turn in range(3):
+        for tensor in (out.x, out.scales):
+            if tensor is not None:
+                tensor.view(torch.uint8).fill_(POISON)
+        with Consumer(arrivals, out, blocks, turn + 1) as consumer:
+            out = dispatch_into(case, buffer, mode, out, arrivals)
+        want.check_dispatch(out, buffer.rank)
+        consumer.check(out, f"{case.where(buffer.rank)} turn {turn}")
+        assert not arrivals.has_failed()
+
+
+@pytest.mark.parametrize("name", ["expert_major", "packed"])
+def test_words_come_where_ranks_are_masked(name: str) -> None:
+    case = plain_case(4, max_tokens=12, tokens=(12,) * 4, **CASES[name])
+    parted = Parted(case, first=frozenset({0, 2}))
+
+    def body(group: ThreadGroup) -> None:
+        with case_buffer(case, group, mode="ll", device="cpu", timeout=WAIT, enable_shrink=True) as buffer:
+            parted.run_together(buffer)
+            parted.part(buffer, lambda: group.allgather(b"", PATIENCE))
+            mine = parted.parts[parted.number_of(buffer.rank)]
+            watch_turns("ll", parted.whole, buffer, parted.whole.send(buffer, mode="ll"), mine, 4)
+
+    run_ranks(4, body)
 
 
 @pytest.fixture
@@ -245,6 +275,7 @@ def test_a_dead_rank_ends_the_wait_of_a_consumer(mode: str) -> None:
             buffer.set_timeout(0.2)
             with Consumer(arrivals, out, 4, 1) as consumer, pytest.raises(nccl_ep.TimeoutError):
                 case.send(buffer, mode=mode, arrivals=arrivals)
+                buffer.check()  # on GPUs the call has returned
             assert isinstance(consumer.error, nccl_ep.TimeoutError)
             assert arrivals.has_failed()
 
