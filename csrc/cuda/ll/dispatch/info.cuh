@@ -154,8 +154,12 @@ __device__ __forceinline__ void store_info(const LlDispatchParams& p, const OpCo
     total += kept;
     if (kAnnouncesRows && has_expert_rows(kLayout) && p.arrivals.state != nullptr) {
       const int64_t next = kLayout == OutputLayout::kPacked ? bitmap.start(bin + 1) : 0;
-      plan_expert(p.arrivals, output, bin, start, next, kept, units);
-      if (bin + 1 == output.bins()) plan_rest(p.arrivals, output, next);
+      if (has_failed) {  // blocks without rows would end a consumer as if all had come
+        tell_failure(p.arrivals);
+      } else {
+        plan_expert(p.arrivals, output, bin, start, next, kept, units);
+        if (bin + 1 == output.bins()) plan_rest(p.arrivals, output, next);
+      }
     }
     if (p.recv_stats != nullptr) p.recv_stats[bin] += kept;
     if (has_expert_rows(kLayout) && p.layout_range != nullptr) store_ranges(p, bitmap, bin, has_failed);
