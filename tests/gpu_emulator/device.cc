@@ -174,14 +174,16 @@ class Device {
         active.insert(active.end(), grids_.begin(), grids_.end());
         grids_.clear();
       }
+      bool has_any_ended = false;
       for (Grid*& grid : active) {
         if (!advance(*grid)) continue;
+        has_any_ended = true;
         std::lock_guard lock(mutex_);
         grid->has_ended = true;  // its owner waits for the lock
         grid = nullptr;
       }
       active.erase(std::remove(active.begin(), active.end(), nullptr), active.end());
-      changed_.notify_all();
+      if (has_any_ended) changed_.notify_all();  // all owners wake: not in every round
     }
   }
 
