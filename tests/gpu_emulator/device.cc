@@ -148,6 +148,8 @@ class Device {
     grid.num_threads = threads;
     grid.shared_bytes = shared_bytes;
     grid.kernel = &kernel;
+    const char* weak = std::getenv("NCCL_EP_EMULATOR_LATE_WEAK");
+    grid.weak_is_late = weak != nullptr && std::strcmp(weak, "1") == 0;
     std::unique_lock lock(mutex_);
     grid.random.seed(seeds_());
     const size_t num_stacks = static_cast<size_t>(blocks) * threads;

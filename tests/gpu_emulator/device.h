@@ -7,7 +7,8 @@
 //     in any order, words of a vector by themselves.
 //   * A bulk copy reads and writes at any time up to the wait for it, and so does a copy of a thread (cp.async).
 //   * Shared and device memory begin as garbage.
-// Weak stores and those to shared memory arrive at once; a fence is taken to cover all that its block has stored.
+// Weak stores and those to shared memory arrive at once; a fence is taken to cover all that its block has stored. With
+// NCCL_EP_EMULATOR_LATE_WEAK=1 in the environment of a launch, weak stores of ptx.cuh are as late as the others.
 // What never runs is noticed: a launch in which every thread waits for another one ends the process with a list.
 #pragma once
 
@@ -48,6 +49,7 @@ void* static_shared(int number);
 
 // Stores for other blocks, kept back until fence(); loads see those of their own block.
 void store(void* target, const void* source, int bytes);
+void store_weak(void* target, const void* source, int bytes);
 void load(void* target, const void* source, int bytes);
 void fence();
 

@@ -92,6 +92,7 @@ struct Grid {
   unsigned slowness = 1;  // as a warp's: a rank may be a call behind
   char* stacks = nullptr;
   bool has_ended = false;
+  bool weak_is_late = false;  // NCCL_EP_EMULATOR_LATE_WEAK
   std::vector<std::unique_ptr<Block>> blocks;
   std::vector<Warp*> warps;
 

@@ -88,6 +88,11 @@ void store(void* target, const void* source, int bytes) {
   if (block.stores.size() > kMaxStores) perform_any_store(block);
 }
 
+void store_weak(void* target, const void* source, int bytes) {
+  if (own_grid().weak_is_late) return store(target, source, bytes);
+  std::memcpy(target, source, bytes);
+}
+
 void load(void* target, const void* source, int bytes) {
   std::deque<Store>& stores = own_block().stores;
   for (size_t i = 0; i < stores.size();) {

@@ -2,8 +2,8 @@
 
     make emulated    or, after its build,    python tests/support/emulated.py [arguments of pytest]
 
-The extension of build/emulated (or NCCL_EP_EMULATED_BUILD) takes the place of nccl_ep/_C. NCCL_EP_EMULATOR_SEED, _SMS
-and _GPUS are explained in tests/gpu_emulator.
+The extension of build/emulated (or NCCL_EP_EMULATED_BUILD) takes the place of nccl_ep/_C. NCCL_EP_EMULATOR_SEED, _SMS,
+_GPUS and _LATE_WEAK are explained in tests/gpu_emulator.
 """
 
 from __future__ import annotations

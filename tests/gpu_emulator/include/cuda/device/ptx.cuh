@@ -76,9 +76,16 @@ void late_store_words(Vector* p, const Vector& v) {
   Word* to = reinterpret_cast<Word*>(p);
   for (const Word& word : words) emulator::store(to++, &word, sizeof word);
 }
-inline void st(uint4* p, uint4 v) { *p = v; }
-inline void st(uint2* p, uint2 v) { *p = v; }
-inline void st(uint32_t* p, uint32_t v) { *p = v; }
+template <class Vector>
+void weak_store_words(Vector* p, const Vector& v) {
+  uint32_t words[sizeof v / sizeof(uint32_t)];
+  std::memcpy(words, &v, sizeof v);
+  uint32_t* to = reinterpret_cast<uint32_t*>(p);
+  for (const uint32_t& word : words) emulator::store_weak(to++, &word, sizeof word);
+}
+inline void st(uint4* p, uint4 v) { weak_store_words(p, v); }
+inline void st(uint2* p, uint2 v) { weak_store_words(p, v); }
+inline void st(uint32_t* p, uint32_t v) { weak_store_words(p, v); }
 inline void st_relaxed_sys(uint4* p, uint4 v) { late_store_words<uint32_t>(p, v); }
 inline void st_relaxed_sys(uint2* p, uint2 v) { late_store_words<uint32_t>(p, v); }
 inline void st_relaxed_sys(uint32_t* p, uint32_t v) { emulator::store(p, &v, sizeof v); }
