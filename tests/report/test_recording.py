@@ -305,8 +305,11 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize(
     ("method", "what", "buffers"),
-    [("fork", "", 1), ("fork", "recorded", 2), ("forkserver", "", 1), ("forkserver", "preloaded", 1), ("spawn", "", 1)],
-)
+    [
+        ("fork", "", 1), ("fork", "recorded", 2), ("forkserver", "preloaded", 1),
+        pytest.param("forkserver", "", 1, marks=pytest.mark.slow), pytest.param("spawn", "", 1, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
 def test_the_environment_records_processes_that_a_program_makes(
     tmp_path: Path, method: str, what: str, buffers: int
 ) -> None:
