@@ -140,8 +140,6 @@ std::string describe(const Failure& failure, int rank, double timeout_seconds) {
   if (failure.expected != failure.seen) text += concat(" (expected ", failure.expected, ", saw ", failure.seen, ")");
   if (failure.missing.any()) {
     text += concat("; nothing of this call was heard from rank ", missing_ranks(failure.missing));
-  } else if (failure.code == Failure::kTimeout && failure.kind == Kind::kCombine) {
-    text += "; do all ranks combine with the handle of the same dispatch?";
   }
   return text;
 }

@@ -38,6 +38,11 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def _rows_are_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_EP_EMULATOR_LATE_WEAK", "1")  # as on GPUs, where nothing but a fence orders their stores
+
+
 def buffer_of(case: Expected, group: ThreadGroup) -> nccl_ep.Buffer:
     """For both modes."""
     return case_buffer(case.case, group, mode="auto", device="cpu", timeout=WAIT)

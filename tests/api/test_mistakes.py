@@ -8,7 +8,6 @@ import subprocess
 import sys
 import typing
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -20,7 +19,7 @@ import nccl_ep
 from nccl_ep import choices, config, deep_ep
 from nccl_ep.testing import ThreadGroup, run_ranks
 from tests import ROOT
-from tests.support.patience import PATIENCE, Late, of_living_ranks, with_more_time
+from tests.support.patience import PATIENCE, of_living_ranks
 
 TOKENS, HIDDEN, TOPK, EXPERTS = 8, 64, 2, 4
 SIZES: dict[str, Any] = {
@@ -340,10 +339,8 @@ def test_a_communicator_of_mpi_has_its_ranks() -> None:
         make(comm=comm)
 
 
-def test_handles_of_different_dispatches_are_asked_about() -> None:
-    """Rank 0 waits for a row that rank 1, with another routing in its hands, does not send."""
-
-    def body(group: ThreadGroup, deadline: float) -> str:
+def test_handles_of_different_dispatches_are_told_to_all() -> None:
+    def body(group: ThreadGroup) -> str:
         x = torch.ones(1, HIDDEN).bfloat16()
         with nccl_ep.Buffer.for_shapes(group, **SIZES, timeout=of_living_ranks(PATIENCE)) as buffer:
 
@@ -351,23 +348,18 @@ def test_handles_of_different_dispatches_are_asked_about() -> None:
                 ids = torch.tensor([[owner * EXPERTS // 2, -1]])
                 return nccl_ep.dispatch(x, ids, buffer=buffer, num_experts=EXPERTS)
 
-            to_itself, to_the_other = dispatch(buffer.rank), dispatch(1 - buffer.rank)
-            group.allgather(b"", PATIENCE)
-            if buffer.rank == 1:
-                nccl_ep.combine(to_itself.x, to_itself.handle)
-                return ""
-            buffer.set_timeout(deadline)
-            with pytest.raises(nccl_ep.TimeoutError) as caught:
-                nccl_ep.combine(to_the_other.x, to_the_other.handle)
+            outs = dispatch(buffer.rank), dispatch(1 - buffer.rank)
+            mine = outs[buffer.rank]
+            with pytest.raises(nccl_ep.MismatchError) as caught:
+                nccl_ep.combine(mine.x, mine.handle)
             return str(caught.value)
 
-    def test(deadline: float) -> None:
-        text = run_ranks(2, partial(body, deadline=deadline))[0]
-        if "was heard" in text:
-            raise Late(text)
-        assert f"rank 0 waited {deadline:g} s for the partial sums of rank 1 in combine 1; do all ranks combine" in text
-
-    with_more_time(test)
+    text = (
+        "ranks gave handles of different dispatches to combine 1: rank 0 that of dispatch 1, rank 1 that of dispatch 2"
+    )
+    first, second = run_ranks(2, body)
+    assert text in first
+    assert "rank 1 that of dispatch 2, rank 0 that of dispatch 1" in second
 
 
 # ---- Words that arguments are chosen from

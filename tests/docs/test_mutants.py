@@ -38,9 +38,19 @@ def exists(test: str) -> bool:
 def test_a_column_names_a_test_or_says_why_not(mutant: Mutant) -> None:
     said = {column: mutant.seen_by(column) for column in COLUMNS}
     for text in said.values():
-        why_not = text in (NOT_TRIED, RUNS_IT_NOT) or re.fullmatch(r"not in \d+ s", text)
+        why_not = text in (NOT_TRIED, RUNS_IT_NOT) or re.fullmatch(
+            r"not in \d+ s|not by `[\w/.]+`( and `[\w/.]+`)*", text
+        )
         assert exists(text) if is_test(text) else why_not, text
     assert any(map(is_test, said.values())) or NOT_TRIED in said.values(), "nothing sees it: it wants a test"
+
+
+def test_make_emulated_runs_what_is_named_of_it() -> None:
+    recipe = (ROOT / "Makefile").read_text().split("\nemulated:")[1].split("\n\n")[0]
+    run = ("tests/gpu/test_emulated.py", *re.findall(r"tests/[\w/]+(?:\.py)?", recipe))
+    named = {file for each in MUTANTS for file in re.findall(r"tests/[\w/]+\.py", each.emulated)}
+    assert len(named) >= 5
+    assert not [file for file in named if not file.startswith(run)]
 
 
 def test_the_document_has_all_of_them() -> None:
