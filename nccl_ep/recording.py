@@ -144,8 +144,9 @@ class _File:
     def buffer(self, name: str, line: dict[str, Any]) -> int:
         """Its number, by which operations name it. line: what is said of it the first time."""
         if name not in self._buffers:
-            self._buffers[name] = len(self._buffers)
-            self.write({"buffer": self._buffers[name], "name": name, **line})
+            number = len(self._buffers)
+            self.write({"buffer": number, "name": name, **line})
+            self._buffers[name] = number  # the handler of a signal may raise before: to say it twice does no harm
         return self._buffers[name]
 
     def operation(self, name: str, about: dict[str, Any], text: str) -> None:

@@ -187,7 +187,9 @@ def _recorded(path: Path, header: Json, text: str) -> Recorded:
         elif "stats_of" in value:
             found.buffers[value["stats_of"]]["stats"] = _checked_stats(path, value["stats"])
         elif "buffer" in value:
-            found.buffers += _complete(path, "buffer", [value])
+            _complete(path, "buffer", [value])
+            if value["buffer"] >= len(found.buffers):  # else it is there twice
+                found.buffers.append(value)
             if not header["rank"] < value["num_ranks"] <= _MOST_RANKS:
                 raise ValueError(
                     f"{path}: num_ranks of a buffer is {value['num_ranks']}, and this is rank {header['rank']}"

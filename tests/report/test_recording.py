@@ -263,6 +263,34 @@ def test_a_signal_amid_the_writing_ends_the_program(
     assert len(operations(tmp_path)) >= 4
 
 
+@pytest.mark.parametrize("is_before", [True, False])
+def test_a_signal_around_the_line_of_a_buffer_leaves_a_file_that_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_before: bool
+) -> None:
+    write, rang = recording._File.write, []
+
+    def interrupted(file: recording._File, line: dict[str, Any]) -> None:
+        if not is_before:
+            write(file, line)
+        if "buffer" in line and not rang:
+            rang.append(line)
+            signal.raise_signal(signal.SIGINT)
+        if is_before:
+            write(file, line)
+
+    monkeypatch.setattr(recording._File, "write", interrupted)
+    with nccl_ep.record(tmp_path):
+        with nccl_ep.Buffer.for_shapes(None, **SIZES) as buffer:
+            with pytest.raises(KeyboardInterrupt):
+                programs.exchange(buffer, 0, "ll", 0)
+            programs.exchange(buffer, 0, "ll", 0)
+        with nccl_ep.Buffer.for_shapes(None, **SIZES) as buffer:
+            programs.exchange(buffer, 0, "ll", 0)
+    (found,) = load([tmp_path]).recorded
+    assert [each["buffer"] for each in found.buffers] == [0, 1] and all("stats" in each for each in found.buffers)
+    assert [line["in_buffer"] for line in found.operations][-4:] == [0, 0, 1, 1]
+
+
 KILLED = """
 import os, signal, sys
 import nccl_ep
