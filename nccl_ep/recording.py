@@ -105,14 +105,17 @@ def _start(folder: Path) -> None:
 
 def _stop() -> None:
     global _recorder
-    recorder, _recorder = _recorder, None
+    recorder = _recorder
     if recorder is None:
         return
-    lost, error = _C.stop_recording()
-    if error:  # of a GPU that has failed
-        logger.error("%d operations are not recorded: %s", lost, error)
-    when_destroyed.remove(recorder.keep_stats)
-    recorder.close()
+    try:
+        lost, error = _C.stop_recording()
+        if error:  # of a GPU that has failed
+            logger.error("%d operations are not recorded: %s", lost, error)
+        recorder.close()
+    finally:  # not before: another thread's recording would be stopped
+        when_destroyed.remove(recorder.keep_stats)
+        _recorder = None
 
 
 def _machine() -> str:

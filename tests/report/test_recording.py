@@ -200,6 +200,20 @@ def test_one_recording_at_a_time_and_none_after_its_end(tmp_path: Path) -> None:
         pass
 
 
+def test_none_begins_while_another_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stop = recording._C.stop_recording
+
+    def slow_stop() -> tuple[int, str]:
+        with pytest.raises(nccl_ep.UsageError, match="made already"), nccl_ep.record(tmp_path / "other"):
+            pass
+        return stop()
+
+    monkeypatch.setattr(recording._C, "stop_recording", slow_stop)
+    with nccl_ep.Buffer.for_shapes(None, **SIZES) as buffer, nccl_ep.record(tmp_path / "made"):
+        programs.exchange(buffer, 0, "ll", 0)
+    assert len(operations(tmp_path / "made")) == 2 and not (tmp_path / "other").exists()
+
+
 PROGRAM = """
 import nccl_ep
 from tests.report import programs
