@@ -174,6 +174,7 @@ def test_ranks_with_handles_of_different_dispatches_are_told_both(
         )
         with Clock(PATIENCE / 2), pytest.raises(nccl_ep.MismatchError, match=text):
             HANDLE_STEPS[step](made[mine])
+            buffer.check()
         for later in (lambda: send(buffer), buffer.check):
             with Clock(PATIENCE / 2), pytest.raises(nccl_ep.MismatchError, match=f"the buffer has failed: {text}"):
                 later()
@@ -199,6 +200,7 @@ def test_a_handle_that_covers_what_is_awaited_is_refused(mix: int, masks: bool) 
         out = outs[mix >> rank & 1]
         with Clock(PATIENCE / 2), pytest.raises(nccl_ep.MismatchError, match="gave handles of different dispatches"):
             nccl_ep.combine(out.x, out.handle)
+            buffer.check()
         buffer.destroy()
 
     run_ranks(3, body)
