@@ -290,7 +290,7 @@ MUTANTS = (
         new="return row / rows_per_block;",
         breaks="of a capacity that is no multiple of a block's rows, a row counts for a block of another expert",
         test="tests/api/test_arrivals.py::test_words_come_behind_their_rows[ll-3-dropped rows]",
-        emulated=NOT_TRIED,
+        emulated="tests/api/test_arrivals.py::test_words_come_behind_their_rows[ll-3-dropped rows]",
     ),
     Mutant(
         "arrivals_gpu_word_first", "kernels, arrivals", "csrc/cuda/device/arrivals.cuh",
@@ -333,13 +333,13 @@ MUTANTS = (
         old="    return word != 0 || (num_ranks > 32 && __any_sync(~0u, mine() >= first() + 32));\n",
         new="    return word != 0 || (first() == 0 && num_ranks > 32 && __any_sync(~0u, mine() >= first() + 32));\n",
         breaks="of the ranks of a token from 32 on, those of one word of 32 get it, or are added up",
-        emulated=NOT_TRIED,
+        emulated="tests/network/test_emulated_many_ranks.py::test_high_throughput_of_more_than_64_ranks_gives_the_oracles_bits",
     ),
     Mutant(
         "ht_gpu_chunks_of_domain_64", "kernels, rail", "csrc/cuda/ht/links/combine.cuh",
         old="      if (role.lane == domain % 32 && domain < 64) known |=",
         new="      if (role.lane == domain % 32) known |=",
         breaks="a sum of domain 32 + i is taken for there when that of domain 64 + i is",
-        emulated=NOT_TRIED,
+        emulated="tests/network/test_emulated_many_ranks.py::test_a_domain_past_64_is_not_taken_for_another",
     ),
 )  # fmt: skip

@@ -1,5 +1,5 @@
-"""More ranks than two words have bits, on emulated GPUs of one domain, in low latency of two, too: run by
-tests/support/emulated.py.
+"""More ranks than two words have bits, on emulated GPUs of one domain, in low latency of two, too, and as many domains
+in high throughput: run by tests/support/emulated.py.
 
 Masks of as many: tests/ll/test_masks.py.
 """
@@ -7,7 +7,9 @@ Masks of as many: tests/ll/test_masks.py.
 from __future__ import annotations
 
 import pytest
+import torch
 
+import nccl_ep
 from nccl_ep import _C
 from nccl_ep.testing import ThreadGroup, run_ranks
 from tests.support.cases import Case
@@ -53,3 +55,23 @@ def test_low_latency_of_two_domains_gives_the_oracles_bits(monkeypatch: pytest.M
 
 def test_high_throughput_of_more_than_64_ranks_gives_the_oracles_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     _check(_case(66, layout="flat"), monkeypatch, mode="ht")
+
+
+def test_a_domain_past_64_is_not_taken_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens of domains 32 and 64. Either one's sum may be late; what an earlier combine has left there is another."""
+    ranks, hidden, homes, turns = 65, 16, 8, 2
+    use_small_ht_plans(monkeypatch, ranks)
+
+    def body(group: ThreadGroup) -> list[float]:
+        tokens = 1 if group.rank() < homes else 0
+        x, ids = torch.ones(tokens, hidden), torch.tensor([32, 64]).expand(tokens, 2).contiguous()
+        with nccl_ep.Buffer.for_shapes(
+            group, max_tokens=1, hidden=hidden, topk=2, num_experts=ranks, dtype=x.dtype, device="cpu", mode="ht",
+            domain_size=1, network_seed=3, timeout=LIMIT,
+        ) as buffer:  # fmt: skip
+            out = nccl_ep.dispatch(x, ids, buffer=buffer, num_experts=ranks, mode="ht", layout="flat", num_sms=1)
+            sums = [nccl_ep.combine(out.x * turn, out.handle, num_sms=1) for turn in range(1, turns + 1)]
+            return [float(number) for each in sums for number in each.unique()]
+
+    got = run_ranks(ranks, body, timeout=LIMIT)
+    assert got[:homes] == [[2.0 * turn for turn in range(1, turns + 1)]] * homes
