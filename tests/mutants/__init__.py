@@ -174,7 +174,7 @@ MUTANTS = (
         new="at::where(ids.ge(0).logical_or(ids.ge(routing.numbers.num_experts)), values,",
         breaks="a weight whose id at combine is too large for an expert has a gradient",
         test="tests/training/test_gradients.py::test_choices_that_combine_skips_have_no_gradient[ll]",
-        emulated=NOT_TRIED,
+        emulated="tests/training/test_gradients.py::test_choices_that_combine_skips_have_no_gradient[ll]",
     ),
     Mutant(
         "missing_rows", _GRADIENTS, "csrc/torch/ops/saved_routing.cc",
