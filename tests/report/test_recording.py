@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +278,15 @@ def test_a_signal_amid_the_writing_ends_the_program(
     assert len(operations(tmp_path)) >= 4
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Raises, as a job in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("is_before", [True, False])
 def test_a_signal_around_the_line_of_a_buffer_leaves_a_file_that_can_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_before: bool
