@@ -21,6 +21,10 @@ if not torch.cuda.is_available():
 
 # Files that take longest. They begin before all others: one that begins late keeps one core, and the rest have nothing.
 LONGEST = (
+    "examples/test_two_nodes.py",
+    "docs/test_docs.py",
+    "bench/test_bench.py",
+    "ht/test_ht.py",
     "training/test_compile.py",
     "training/test_compile_tokens.py",
     "training/test_compiled_arrivals.py",

@@ -81,8 +81,8 @@ class Deadline {
 
  private:
   using Seconds = std::chrono::duration<double>;
-  static constexpr std::chrono::milliseconds kLookEvery{20}, kYieldFor{2};
-  static constexpr std::chrono::microseconds kSleep{100};
+  static constexpr std::chrono::milliseconds kLookEvery{20};
+  static constexpr std::chrono::microseconds kYieldFor{100}, kSleep{50};
 
   static Clock::duration rounded(Seconds seconds) { return std::chrono::duration_cast<Clock::duration>(seconds); }
   Seconds length() const { return Seconds(share_ * control_->timeout_seconds.load(std::memory_order_relaxed)); }
