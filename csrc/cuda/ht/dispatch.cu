@@ -25,6 +25,7 @@ HtWork work_of(const HtDispatchParams& p, const HtSendGeometry& shapes) {
   return {.converts = p.options.quant != Quant::kNone,
           .copies = shapes.has_copies(p.output.layout),
           .stores = true,
+          .is_narrow = shapes.stage_bytes <= kNarrowRow,
           .repeats = has_expert_rows(p.output.layout)};
 }
 

@@ -91,7 +91,7 @@ int default_ht_sms(HtWork work, int num_ranks, const Arch& arch) {
   const bool are_few = num_ranks <= 2;
   const int copying = are_few && work.copies && (work.repeats || work.adds) ? 48 : 32;
   const int moving = are_few && work.stores ? 16 : 12;
-  return std::min(work.converts || work.copies ? copying : moving, arch.num_sms);
+  return std::min(work.converts || work.copies || work.is_narrow ? copying : moving, arch.num_sms);
 }
 
 std::string describe(const HtPlan& plan) {

@@ -27,11 +27,14 @@ struct HtPlan {
 // What an operation does beside moving rows between ranks: rows are quantised; rows are copied, or added up, on a rank.
 struct HtWork {
   bool converts = false, copies = false;
-  bool adds = false;     // combine: what it copies are sums
-  bool encodes = false;  // combine: sums travel in blocks of fewer bytes, within one domain
-  bool stores = false;   // dispatch: rows are stored at other ranks
-  bool repeats = false;  // dispatch: it copies a row for each choice
+  bool adds = false;       // combine: what it copies are sums
+  bool encodes = false;    // combine: sums travel in blocks of fewer bytes, within one domain
+  bool stores = false;     // dispatch: rows are stored at other ranks
+  bool is_narrow = false;  // dispatch: rows of at most kNarrowRow bytes
+  bool repeats = false;    // dispatch: it copies a row for each choice
 };
+
+constexpr int kNarrowRow = 8192;
 
 // Blocks that route, at most: each has a share of the tokens, and tells the others what it has counted.
 constexpr int kHtRouteBlocks = 32;
@@ -43,7 +46,7 @@ HtPlan plan_ht_dispatch(int stage_bytes, HtWork work, int num_ranks, const Arch&
 HtPlan plan_ht_combine(HtWork work, int num_ranks, const Arch& arch);
 
 // Blocks of an operation whose caller names none: the fewest that fill the links. Between two ranks half of what a
-// block can store or add up is its own rank's.
+// block can store or add up is its own rank's. Of narrow rows there are more to a byte, and each takes its time.
 int default_ht_sms(HtWork work, int num_ranks, const Arch& arch);
 
 std::string describe(const HtPlan& plan);

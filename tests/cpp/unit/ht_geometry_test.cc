@@ -234,6 +234,7 @@ TEST(HtPlan, FitsTheKernelsLimits) {
     EXPECT_EQ(default_ht_sms({}, ranks, sm_90()), 12);
     EXPECT_EQ(default_ht_sms({.stores = true}, ranks, sm_90()), are_few ? 16 : 12);
     EXPECT_EQ(default_ht_sms({.converts = true, .stores = true}, ranks, sm_90()), 32);
+    EXPECT_EQ(default_ht_sms({.stores = true, .is_narrow = true}, ranks, sm_90()), 32);
     EXPECT_EQ(default_ht_sms({.copies = true}, ranks, sm_90()), 32);
     EXPECT_EQ(default_ht_sms({.copies = true, .stores = true, .repeats = true}, ranks, sm_90()), are_few ? 48 : 32);
     EXPECT_EQ(default_ht_sms({.copies = true, .adds = true}, ranks, sm_90()), are_few ? 48 : 32);
