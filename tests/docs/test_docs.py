@@ -12,6 +12,7 @@ from tests.support.gpus import needs_gpu, several_gpus
 from tests.support.processes import run_python
 
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+NOTEBOOK = sorted((ROOT / "docs/notebook").glob("*.md"))
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 TIME_LIMIT = 600  # seconds, for a block or an example
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -121,7 +122,7 @@ def test_documents_tell_every_public_name_and_method() -> None:
 LONGEST = 160  # characters of a line
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "CHANGELOG.md", *NOTEBOOK], ids=lambda path: path.name)
 def test_no_line_is_too_long_to_read(document: Path) -> None:
     lines = document.read_text().splitlines()
     assert not [f"{number}: {line[:60]}" for number, line in enumerate(lines, 1) if len(line) > LONGEST]
