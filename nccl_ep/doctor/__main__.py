@@ -18,6 +18,7 @@ from .self_test import run_rank, self_test
 
 def _lines(facts: Facts) -> list[tuple[str, str]]:
     nccl = facts.nccl
+    up_to = f" (up to CUDA {facts.driver_cuda})" if facts.driver_cuda else ""
     lines = [
         ("system", facts.system),
         ("Python, torch", f"{facts.python}, {facts.torch} (CUDA {facts.torch_cuda or 'none'}); "
@@ -26,8 +27,7 @@ def _lines(facts: Facts) -> list[tuple[str, str]]:
         ("NCCL", f"torch brings {facts.torch_nccl or 'none'}; " + (
             f"nccl_ep is compiled with {nccl['compiled']}, loaded is {nccl['loaded'] or 'none'} {nccl['path']}".strip()
             + f"; {judge_nccl(nccl['loaded'])[0]}" if nccl.get("compiled") else "not part of this build of nccl_ep")),
-        ("CUDA", f"driver {facts.driver or 'none'} (up to CUDA {facts.driver_cuda or '-'}), "
-         f"toolkit {facts.toolkit or 'none'}"),
+        ("CUDA", f"driver {facts.driver or 'none'}{up_to}, toolkit {facts.toolkit or 'none'}"),
     ]  # fmt: skip
     for index, gpu in enumerate(facts.gpus):
         shares = [name for name in ATTRIBUTES if getattr(gpu, name)]

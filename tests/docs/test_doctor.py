@@ -241,6 +241,14 @@ def test_rdma_devices_are_told_with_their_state(tmp_path: Path) -> None:
     assert facts_of.rdma_devices(tmp_path) == {"broken": "no port", "mlx5_0": "DOWN", "mlx5_1": "ACTIVE"}
 
 
+@pytest.mark.parametrize(
+    ("driver", "cuda", "shown"),
+    [("580.1", "13.0", "driver 580.1 (up to CUDA 13.0), toolkit none"), ("", "", "driver none, toolkit none")],
+)
+def test_a_driver_is_told_with_its_cuda(driver: str, cuda: str, shown: str) -> None:
+    assert ("CUDA", shown) in doctor._lines(dataclasses.replace(machine(), driver=driver, driver_cuda=cuda))
+
+
 def test_notes_are_no_problems() -> None:
     for changed, text in (
         ({"torch": "2.99.0"}, "torch 2.99.0 is newer than"),
