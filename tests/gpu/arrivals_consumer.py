@@ -9,7 +9,7 @@ from nccl_ep.triton import expert_of, first_row_of, rows_of, wait_rows
 
 
 @triton.jit
-def copy_blocks(x, seen, experts, state, blocks, blocks_here, words, timeout_ns, WIDTH: tl.constexpr):
+def copy_blocks(x, seen, experts, state, blocks, blocks_here, words, timeout_ns: tl.constexpr, WIDTH: tl.constexpr):
     """seen[row] = x[row] of int32 rows of `words`, block by block as they arrive; experts[row]: the block's."""
     place = tl.program_id(0)
     rows = 1

@@ -19,6 +19,7 @@ from tests.gpu.chains import Chain, chain_buffer, replay_graphs
 from tests.gpu.ht_chains import HtChain, ht_chain_buffer, replay_ht_graphs
 from tests.gpu.ht_ranks import ExpectedHt, overwrite_inputs, own_layouts, shared_ht_buffer, wide_cases
 from tests.gpu.ranks import cuda_cases, run_case, run_overwritten, wide_case
+from tests.gpu.watched_arrivals import watch
 from tests.support.expected import Expected, shared_buffer
 from tests.support.gpus import on_gpu
 from tests.support.harness import synchronize
@@ -242,3 +243,9 @@ def run_ht_with_delays(rank: int, num_ranks: int, count: int, replays: int) -> d
             with delays(seed=7 + given):
                 found[given] = replay_ht_graphs(buffer, replays, given=given, seed=5)
     return found
+
+
+def watch_with_delays(rank: int, replays: int) -> None:
+    device = on_gpu(rank)
+    with delays(seed=13 + rank):
+        watch(rendezvous_of(dist.group.WORLD), device, replays)

@@ -1,5 +1,4 @@
-"""Blocks of rows that announce themselves on GPUs: a kernel beside the dispatch copies each when its word has come.
-Outputs are poisoned before, so that a word that is set before its rows shows in the bits."""
+"""Blocks of rows that announce themselves on GPUs."""
 
 from __future__ import annotations
 
@@ -11,110 +10,48 @@ import torch
 import torch.distributed as dist
 
 import nccl_ep
-from nccl_ep.arrivals import Arrivals
 from nccl_ep.bootstrap import rendezvous_of
 from nccl_ep.testing import ThreadGroup
-from tests.support.gpus import needs_gpu, num_replays, on_gpu, ranks_on_gpus
+from tests.gpu.watched_arrivals import Layer, make_buffer, outlive, watch
+from tests.support.gpus import in_processes, needs_gpu, num_replays, on_gpu, ranks_on_gpus
 from tests.support.processes import run_processes
 
 pytest.importorskip("triton")
 pytestmark = needs_gpu
-
-HIDDEN, TOPK, EXPERTS, TOKENS, ROWS, POISON = 1024, 4, 16, 256, 64, 0x7F
-TIMEOUT_NS = 10_000_000_000
-
-
-class Watched:
-    """A dispatch and its consumer, captured in a graph."""
-
-    def __init__(self, buffer: nccl_ep.Buffer, mode: Any, layout: Any, quant: Any) -> None:
-        self.buffer, device = buffer, buffer.device
-        self.x = torch.randn(TOKENS, HIDDEN, device=device, dtype=torch.bfloat16)
-        self.ids = torch.zeros(TOKENS, TOPK, device=device, dtype=torch.int64)
-        local = EXPERTS // buffer.num_ranks
-        self.capacity = buffer.num_ranks * TOKENS if layout == "expert_major" else 32 * ROWS * buffer.num_ranks
-        blocks = Arrivals.blocks_of(layout, self.capacity, local, ROWS)
-        self.arrivals, self.blocks = Arrivals(buffer, blocks=blocks + 3, rows_per_block=ROWS), blocks
-        self.options: dict[str, Any] = {
-            "buffer": buffer, "num_experts": EXPERTS, "mode": mode, "layout": layout, "quant": quant,
-            "max_tokens": TOKENS, "capacity": self.capacity,
-            "expert_alignment": 1 if layout == "expert_major" else ROWS,
-        }  # fmt: skip
-        self.draw(0)
-
-    def draw(self, turn: int) -> None:
-        generator = torch.Generator(self.x.device).manual_seed(turn * 8 + self.buffer.rank)
-        scores = torch.rand(TOKENS, EXPERTS, generator=generator, device=self.x.device)
-        scores[:, : EXPERTS // 4] *= 0.3 + 0.7 * (turn % 2)
-        self.ids.copy_(scores.topk(TOPK).indices)
-        self.x.normal_(generator=generator)
-
-    def run(self) -> None:
-        from tests.gpu.arrivals_consumer import copy_blocks
-
-        pending = nccl_ep.dispatch_send(
-            self.x, self.ids, **self.options, num_sms=16, arrivals=self.arrivals, async_finish=True
-        )
-        out = self.out = pending.early_output
-        self.seen = torch.zeros_like(out.x)
-        self.experts = torch.full((out.weights.numel(),), -1, dtype=torch.int32, device=self.x.device)
-        words = HIDDEN * out.x.element_size() // 4
-        copy_blocks[(48,)](
-            out.x.view(torch.int32), self.seen.view(torch.int32), self.experts, self.arrivals.state,
-            self.arrivals.blocks, self.blocks, words, TIMEOUT_NS, WIDTH=256,
-        )  # fmt: skip
-        pending.receive()
-
-    def check(self, where: str) -> None:
-        self.buffer.check()
-        assert not self.arrivals.has_failed(), where
-        plain = nccl_ep.dispatch(self.x, self.ids, **self.options)
-        out, width = self.out, self.seen.shape[-1]
-        assert torch.equal(out.counts, plain.counts), where
-        rows = torch.zeros(self.experts.numel(), dtype=torch.bool, device=self.x.device)
-        want = torch.full_like(self.experts, -1)
-        for expert, count in enumerate(plain.counts.tolist()):
-            first = expert * self.capacity if plain.offsets is None else int(plain.offsets[expert])
-            rows[first : first + count] = True
-            want[first : first + count] = expert
-        assert torch.equal(self.experts, want), where
-        for name, got in (("output", out.x), ("seen", self.seen)):
-            same = torch.equal(
-                got.view(torch.uint8).view(-1, width * got.element_size())[rows],
-                plain.x.view(torch.uint8).view(-1, width * got.element_size())[rows],
-            )
-            assert same, f"{where}: {name} differs"
-
-
-def watch(group: Any, device: torch.device) -> None:
-    options: dict[str, Any] = {"max_tokens": TOKENS, "hidden": HIDDEN, "topk": TOPK, "num_experts": EXPERTS}
-    with nccl_ep.Buffer.for_shapes(group, **options, mode="auto", device=device, timeout=20.0) as buffer:
-        for mode in ("ht", "ll"):
-            for layout, quant in (("packed", None), ("expert_major", None), ("packed", "fp8")):
-                watched = Watched(buffer, mode, layout, quant)
-                for turn in range(3):
-                    watched.draw(turn)
-                    watched.run()
-                    watched.check(f"{mode} {layout} {quant} call {turn}")
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                    watched.run()
-                for turn in range(num_replays(60)):
-                    watched.draw(turn)
-                    watched.out.x.view(torch.uint8).fill_(POISON)
-                    graph.replay()
-                    if turn % 20 == 19 or turn < 3:
-                        watched.check(f"{mode} {layout} {quant} replay {turn}")
+REPLAYS = num_replays(60)
 
 
 def test_words_come_behind_their_rows() -> None:
-    watch(ThreadGroup.make(1)[0], torch.device("cuda", 0))
+    watch(ThreadGroup.make(1)[0], torch.device("cuda", 0), REPLAYS)
 
 
-def _watch_on_gpus(rank: int) -> None:
-    watch(rendezvous_of(dist.group.WORLD), on_gpu(rank))
+def _watch_on_gpus(rank: int, replays: int) -> None:
+    watch(rendezvous_of(dist.group.WORLD), on_gpu(rank), replays)
 
 
 @ranks_on_gpus
 def test_words_come_behind_their_rows_over_nccl(tmp_path: Path) -> None:
-    run_processes(2, _watch_on_gpus, tmp_path)
+    run_processes(2, _watch_on_gpus, tmp_path, in_processes(REPLAYS))
+
+
+@ranks_on_gpus
+@pytest.mark.parametrize(("mode", "layout"), [("ll", "packed"), ("ll", "expert_major"), ("ht", "packed")])
+def test_a_rank_that_stays_away_ends_the_consumer(mode: str, layout: str, tmp_path: Path) -> None:
+    run_processes(2, outlive, tmp_path, mode, layout)
+
+
+@pytest.mark.parametrize(("mode", "layout"), [("ll", "expert_major"), ("ht", "packed")])
+def test_a_compiled_layer_has_the_eager_ones_bits(mode: Any, layout: Any) -> None:
+    """Its consumer is a kernel of Triton's between dispatch and combine, which waits for each block's word."""
+    torch._dynamo.reset()
+    with make_buffer(ThreadGroup.make(1)[0], torch.device("cuda", 0), 20.0) as buffer:
+        layer = Layer(buffer, mode, layout)
+        compiled = torch.compile(layer, fullgraph=True, options=nccl_ep.KEEP_PROGRAM_ORDER)
+        for turn in range(3):
+            layer.watched.draw(turn)
+            x, ids = layer.watched.x, layer.watched.ids
+            plain = nccl_ep.dispatch(x, ids, **layer.watched.options)
+            want = nccl_ep.combine(plain.x, plain.handle, weights=None)
+            assert torch.equal(layer(x, ids), want)
+            assert torch.equal(compiled(x, ids), want)
+        buffer.check()

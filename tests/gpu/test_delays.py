@@ -17,8 +17,10 @@ import pytest
 import torch
 
 from nccl_ep import _C
+from nccl_ep.testing import ThreadGroup
 from tests.gpu import chains, delays, ranks
 from tests.gpu.delays import SEARCHES, Found
+from tests.gpu.watched_arrivals import watch
 from tests.ht.harness import check_ht_case
 from tests.support.gpus import WORLDS, in_processes, needs_gpu, num_cases, num_replays, ranks_on_gpus
 from tests.support.harness import check_case
@@ -99,6 +101,12 @@ def test_delays_change_no_bit_of_high_throughput_on_one_gpu() -> None:
             check_ht_case(ranks.cuda_case(seed), device="cuda", num_sms=seed % 4)
 
 
+def test_delays_keep_arrivals_behind_their_rows() -> None:
+    pytest.importorskip("triton")
+    with delays.delays(seed=11):
+        watch(ThreadGroup.make(1)[0], torch.device("cuda", 0), NUM_REPLAYS // 5)
+
+
 @pytest.fixture(scope="module")
 def one_gpu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
     """In another process: planted bugs must not reach this one."""
@@ -129,6 +137,12 @@ def test_delays_change_no_bit_over_nccl(body: Any, graphs: str, tmp_path: Path) 
     for rank, found in enumerate(got):
         print(f"rank {rank}: us a replay, {graphs}: {[round(each) for _, each in found.values()]}")
         assert [wrong for wrong, _ in found.values()] == [0, 0]
+
+
+@ranks_on_gpus
+def test_delays_keep_arrivals_behind_their_rows_over_nccl(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    run_processes(2, delays.watch_with_delays, tmp_path, in_processes(NUM_REPLAYS // 5), timeout=PATIENCE)
 
 
 @pytest.fixture(scope="module")
