@@ -1,8 +1,9 @@
 """``python -m bench overlap``: what an operation and a GEMM cost one another, for overlap of two batches.
 
-Fused: operations in a row on a few SMs, GEMMs in a row on the others, at the same time. Staged: a split call,
-send, GEMM, receive in one stream (high throughput has no split calls: the operation runs on the buffer's own stream,
-concurrently with the GEMM). CPU ranks run the same code with threads for streams: their figures mean nothing.
+Fused: operations in a row on a few SMs, GEMMs in a row on the others, at the same time. Together: an operation on a few
+SMs and the experts' GEMMs, until both have ended. Staged: a split call, send, GEMM, receive in one stream (high
+throughput has no split calls: the operation runs on the buffer's own stream, concurrently with the GEMM). CPU ranks run
+the same code with threads for streams: their figures mean nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 from nccl_ep import Buffer, combine_send, dispatch_send
 from nccl_ep.handle import LAYOUTS
 
-from . import records
+from . import beside, records
 from .lanes import Lanes, SplitTimer, make_lanes
 from .operations import Call, native_operations
 from .options import common_parser, ints, parse_device, set_defaults, words
@@ -140,6 +141,12 @@ class Overlap:
                     for partition in options.partition:
                         self._measure_fused(op, operations.in_graph(op), gemm, num_sms, partition)
                 self._measure_fused("spin", spin_call(world.device), gemm, num_sms, options.partition[0])
+            experts = world.together(lambda: beside.experts_call(shape, world.device))
+            for num_sms in options.num_sms:
+                few = world.together(partial(native_operations, shape, buffer, given, checked, num_sms))
+                for op in OPS:
+                    self._measure_together(op, few.in_graph(op), experts, num_sms)
+            del experts
             whole = world.together(partial(native_operations, shape, buffer, given, checked, 0))
             for op in OPS:
                 self._measure_split(op, whole.in_graph(op), self._sender(op, buffer, given, checked), between)
@@ -230,6 +237,22 @@ class Overlap:
             share = over_share(gemm_overlapped, gemm_alone, lanes.num_sms, num_sms)
             self._record(system="gemm", figure="share", value=round(share, 3), **ratio)
 
+    # ---- One operation and the experts' GEMMs, begun together
+
+    def _measure_together(self, op: str, call: Call, experts: Call, num_sms: int) -> None:
+        fields = {"op": op, "num_sms": num_sms}
+
+        def run(timed: Call, system: str, figure: str) -> float:
+            samples = self.world.together(lambda: beside.times(self.world, timed))
+            return self._slowest(samples, system=system, figure=figure, **fields)
+
+        def body() -> None:
+            longer = max(run(call, "nccl_ep", "op"), run(experts, "gemm", "experts"))
+            both = run(beside.together(self.world, call, experts), "nccl_ep", "both")
+            self._record(system="nccl_ep", figure="of_longer", value=round(both / longer, 3), unit="x", **fields)
+
+        self._guarded(body, system="nccl_ep", figure="both", **fields)
+
     # ---- One after the other, as split calls
 
     def _measure_split(self, op: str, whole: Call, send: Callable[[], Any], gemm: Call) -> None:
@@ -260,6 +283,7 @@ class Overlap:
 # ---- Text
 
 _FUSED = ("alone", "overlapped", "slowdown", "gemm alone", "gemm alone_on_rest", "gemm overlapped", "gemm share")
+_TOGETHER = ("op", "gemm experts", "both", "of_longer")
 _STAGED = ("fused", "halves", "gemm between", "staged", "exposed")
 
 
@@ -275,6 +299,7 @@ def _render(found: Sequence[Record], mode: str) -> str:
     lines: list[str] = []
     for title, figures in (
         ("at the same time (gemm share: time over that of all SMs, scaled to those that are left)", _FUSED),
+        ("one and the experts' GEMMs, begun together (of_longer: both, over the longer one alone)", _TOGETHER),
         ("send, GEMM, receive in one stream (exposed: what the operation adds to the GEMM)", _STAGED),
     ):
         rows: dict[tuple[Any, ...], dict[str, str]] = {}

@@ -149,18 +149,22 @@ def test_overlap_records_all_figures_on_cpu_ranks(tmp_path: Path) -> None:
     found = records.load([path])
     expected = {("nccl_ep", "alone"), ("gemm", "alone"), ("gemm", "alone_on_rest"), ("nccl_ep", "overlapped"),
                 ("gemm", "overlapped"), ("nccl_ep", "slowdown"), ("nccl_ep", "fused"), ("nccl_ep", "halves"),
-                ("gemm", "between"), ("nccl_ep", "staged"), ("nccl_ep", "exposed")}  # fmt: skip
-    in_lanes = {pair for pair in expected if pair[1] not in ("fused", "halves", "between", "staged", "exposed")}
+                ("gemm", "between"), ("nccl_ep", "staged"), ("nccl_ep", "exposed"), ("nccl_ep", "op"),
+                ("gemm", "experts"), ("nccl_ep", "both"), ("nccl_ep", "of_longer")}  # fmt: skip
+    in_lanes = {pair for pair in expected if pair[1] in ("alone", "alone_on_rest", "overlapped", "slowdown")}
     for op, figures in (("dispatch", expected), ("combine", expected), ("spin", in_lanes)):
         assert {(r["system"], r["figure"]) for r in found if r["op"] == op} == figures
     assert len(found) == 2 * len(expected) + len(in_lanes)
     for record in found:
         assert record["bench"] == "overlap" and record["gemm"] == "128x128x64" and record["layout"] == "flat"
         assert record["value"] > 0 or record["figure"] == "exposed"
-        assert record["unit"] == ("x" if record["figure"] == "slowdown" else "us")
+        assert record["unit"] == ("x" if record["figure"] in ("slowdown", "of_longer") else "us")
     value = {(r["op"], r["system"], r["figure"]): r["value"] for r in found}
     slowdown = value["combine", "nccl_ep", "overlapped"] / value["combine", "nccl_ep", "alone"]
     assert value["combine", "nccl_ep", "slowdown"] == pytest.approx(slowdown, rel=1e-3, abs=1e-3)
+    longer = max(value["dispatch", "nccl_ep", "op"], value["dispatch", "gemm", "experts"])
+    both = value["dispatch", "nccl_ep", "both"]
+    assert value["dispatch", "nccl_ep", "of_longer"] == pytest.approx(both / longer, rel=1e-3, abs=1e-3)
     assert "128x128x64" in shown and shown == run("-m", "bench", "table", str(path))
     assert plot.main([str(path), "--out", str(tmp_path)]) == 1  # nothing of ll
 

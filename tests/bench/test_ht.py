@@ -115,7 +115,7 @@ def test_overlap_records_high_throughput_alone(tmp_path: Path) -> None:
     arguments = ("--device", "cpu", "--dtype", "bf16", "--iterations", "3", "--mode", "ht", "--json", str(path))
     shown = run("-m", "bench", "overlap", *arguments)
     found = records.load([path])
-    assert len(found) == 28 and {r["op"] for r in found} == {"dispatch", "combine", "spin"}
+    assert len(found) == 36 and {r["op"] for r in found} == {"dispatch", "combine", "spin"}
     assert all(r["mode"] == "ht" and r["layout"] == "flat" and r["value"] is not None for r in found)
     assert shown.startswith("ht: 2 ranks") and "ll: " not in shown
 
