@@ -156,7 +156,13 @@ def meeting_of(rendezvous: Rendezvous) -> contextlib.AbstractContextManager[Allg
         return rendezvous.meet()
 
     def allgather(mine: bytes, timeout: float) -> list[bytes]:
-        every = list(rendezvous.allgather(mine, timeout))
+        try:
+            every = list(rendezvous.allgather(mine, timeout))
+        except (TypeError, AttributeError) as error:
+            raise TypeError(
+                f"group is a {type(rendezvous).__name__}, whose allgather(bytes, seconds) must return the bytes of all "
+                f"ranks, but raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            ) from error
         if len(every) != rendezvous.size() or not all(isinstance(each, bytes) for each in every):
             kinds = ", ".join(sorted({type(each).__name__ for each in every}))
             raise TypeError(
@@ -202,16 +208,16 @@ def rendezvous_of(group: Any, comm: Any = None) -> Rendezvous:
         return group.of_a_buffer()
     if dist.is_available() and isinstance(group, dist.ProcessGroup):
         return _rendezvous_of_process_group(group)
+    if callable(getattr(group, "get_group_store", None)):  # an object that hands calls on to a process group
+        _require_place(group.rank(), group.size())
+        return _rendezvous_of_process_group(group)
     if dist.is_available() and isinstance(group, _Backend):
         raise TypeError(
             f"group is a {type(group).__name__}, the backend of a process group, which has no store through which the "
             "ranks could meet: pass the process group, as torch.distributed.new_group returns it"
         )
     if isinstance(group, Rendezvous) and callable(group.rank) and callable(group.size):
-        rank, size = group.rank(), group.size()
-        require_int32(**{"rank()": rank, "size()": size})
-        if not 0 <= rank < size:
-            raise ValueError(f"the group's rank() is {rank} and its size() {size}, must be 0 <= rank() < size()")
+        _require_place(group.rank(), group.size())
         return group
     no_member = dist.GroupMember.NON_GROUP_MEMBER if dist.is_available() else None
     if type(group) is type(no_member) and group == no_member:
@@ -223,6 +229,12 @@ def rendezvous_of(group: Any, comm: Any = None) -> Rendezvous:
         f"group is a {type(group).__name__}: must be a torch process group, a DeviceMesh of one dimension, None, or an "
         "object with rank(), size() and allgather()"
     )
+
+
+def _require_place(rank: Any, size: Any) -> None:
+    require_int32(**{"rank()": rank, "size()": size})
+    if not 0 <= rank < size:
+        raise ValueError(f"the group's rank() is {rank} and its size() {size}, must be 0 <= rank() < size()")
 
 
 def _require_alone() -> None:

@@ -21,7 +21,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8Experts
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from ..bootstrap import Rendezvous, rendezvous_of
+from ..bootstrap import Rendezvous, meeting_of, rendezvous_of
 from ..buffer import Buffer
 from ..checks import MAX_TOPK, described, require_integers, require_timeout
 from ..errors import MismatchError, SystemError, UsageError
@@ -136,7 +136,8 @@ def use_expert_parallel(
         error, told = caught, f"{type(caught).__name__}: {caught}"
     timeout = options.get("timeout", _TIMEOUT)
     require_timeout(timeout=timeout)
-    every = rendezvous.allgather(told.encode(), timeout)
+    with meeting_of(rendezvous) as allgather:
+        every = allgather(told.encode(), timeout)
     if error is not None:
         raise error
     _require_same(told, [each.decode(errors="replace") for each in every])

@@ -250,6 +250,56 @@ def test_groups_that_only_look_like_one_are_refused() -> None:
         nccl_ep.Buffer(SimpleNamespace(rank=0, size=1, allgather=None), device="cpu")
 
 
+class _HandsOn:
+    """Has all that another object has, as libraries make groups that can be replaced."""
+
+    def __init__(self, of: Any) -> None:
+        self._of = of
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._of, name)
+
+
+class _HasStore(_OwnProcessGroup):
+    """Keeps a store of its own, and a name."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self._store = store
+
+    def get_group_store(self) -> dist.Store:
+        return self._store
+
+    @property
+    def group_name(self) -> str:
+        return "mine"
+
+
+def test_objects_that_hand_calls_on_are_served_or_named() -> None:
+    store = dist.HashStore()
+
+    def body(group: Any) -> list[int]:
+        given = _HasStore(store, group.rank(), 2)
+        found = []
+        for each in (given, _HandsOn(given)):
+            with nccl_ep.Buffer.for_shapes(
+                each, max_tokens=2, hidden=8, topk=1, num_experts=2, device="cpu", timeout=20.0
+            ) as buffer:
+                ids = torch.full((2, 1), 1 - group.rank())
+                x = torch.full((2, 8), 1.0 + group.rank()).bfloat16()
+                out = nccl_ep.dispatch(x, ids, buffer=buffer, num_experts=2, layout="packed", mode="ll")
+                found.append(int(out.x[0, 0]))
+        return found
+
+    assert run_ranks(2, body) == [[2, 2], [1, 1]]
+    with pytest.raises(TypeError, match="group is a _HandsOn, a process group without a store"):
+        nccl_ep.Buffer(_HandsOn(_OwnProcessGroup(0, 2)), device="cpu")
+    backend = _HandsOn(dist.ProcessGroupGloo(store, 0, 1, timedelta(seconds=5)))
+    text = r"group is a _HandsOn, whose allgather\(bytes, seconds\) must return .*, but raises TypeError: allgather"
+    with pytest.raises(TypeError, match=text):
+        nccl_ep.Buffer(backend, device="cpu")
+
+
 def _on_the_fake_backend() -> list[str]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
