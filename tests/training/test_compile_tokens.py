@@ -151,3 +151,18 @@ def test_unmarked_numbers_take_a_compilation_for_0_and_for_1() -> None:
         for tokens in (3, 0, 1, 7, 32):
             train_step(layer, torch.randn(tokens, HIDDEN))
         assert counts.made == warm
+
+
+def test_a_setting_of_torch_lets_the_second_compilation_serve_all_numbers() -> None:
+    """The other way of docs/training.md, without marks."""
+    counts = Counts()
+    with (
+        torch._dynamo.config.patch(automatic_dynamic_shapes_mark_as="unbacked"),
+        make_buffer(None, max_tokens=32) as buffer,
+    ):
+        layer, compiled = Layer(buffer, **KINDS["ht packed"]), Layer(buffer, **KINDS["ht packed"])
+        compiled.compile(backend=counts.backend, fullgraph=True)
+        for tokens in (8, 1, 0, 5, 32):
+            x = torch.randn(tokens, HIDDEN)
+            check_equal(train_step(compiled, x), train_step(layer, x))
+        assert counts.made == [2, 2]
