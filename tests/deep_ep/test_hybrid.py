@@ -355,7 +355,21 @@ def test_arguments_without_meaning_are_refused() -> None:
             (lambda: other.combine_with_unpermute(hidden=rows, handle=handle), nccl_ep.UsageError, "not of this one"),
             (lambda: other.dispatch_with_permute(hidden=x, routing_map=many), ValueError,
              "a token has 40 experts in routing_map, at most 32"),
+            (lambda: buffer.dispatch_with_permute(hidden=x, topk_idx=torch.zeros(2).long(), probs=chosen.float()),
+             ValueError, r"topk_idx has shape \[2\], must be \[tokens, topk\]"),
             (lambda: HybridEPBuffer(None, num_local_experts=0, **sizes), ValueError, "num_local_experts is 0"),
         ):  # fmt: skip
             with pytest.raises(kind, match=text):
                 call()
+
+
+def test_an_id_out_of_range_is_told_with_probs_of_all_experts_too() -> None:
+    """They are not read at it, which on a GPU would end every kernel of the process."""
+    x, probs = torch.ones(2, HIDDEN, dtype=HALF, device=DEVICE), torch.ones(2, 4, device=DEVICE)
+    ids = torch.tensor([[7], [1]], device=DEVICE)
+    with (
+        HybridEPBuffer(None, HIDDEN, 2, 4, device=DEVICE) as buffer,
+        pytest.raises(ValueError, match=r"topk_idx\[0, 0\] is 7"),
+    ):
+        buffer.dispatch_with_permute(hidden=x, topk_idx=ids, probs=probs)
+        buffer.core.check()

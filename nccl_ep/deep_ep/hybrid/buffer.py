@@ -442,4 +442,7 @@ def _weights_of(probs: torch.Tensor, topk_idx: torch.Tensor, experts: int) -> to
     require_tensors(probs=probs)
     if probs.shape != (topk_idx.shape[0], experts):
         raise ValueError(f"probs has shape {list(probs.shape)}, must be {[topk_idx.shape[0], experts]}")
-    return torch.where(topk_idx >= 0, probs.float().gather(1, topk_idx.clamp(min=0).long()), 0)
+    if topk_idx.dim() != 2:
+        raise ValueError(f"topk_idx has shape {list(topk_idx.shape)}, must be [tokens, topk]")
+    at = topk_idx.long().clamp(0, experts - 1)  # of an id out of range dispatch tells
+    return torch.where(topk_idx >= 0, probs.float().gather(1, at), 0)
