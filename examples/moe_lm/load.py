@@ -72,8 +72,10 @@ def summary(requests: list[Request], seconds: float) -> dict[str, Any]:
         (each.times[-1] - each.times[0]) * 1e3 / (len(each.times) - 1) for each in served if len(each.times) > 1
     ]
     tokens = sum(len(each.tokens) for each in served)
+    refused = [each for each in requests if each.refused]
     figures: dict[str, Any] = {
-        "requests": len(requests), "refused": {each.number: each.refused for each in requests if each.refused},
+        "requests": len(requests),
+        "refused": {each.number if type(each.number) is int else repr(each.number): each.refused for each in refused},
         "tokens": tokens, "seconds": seconds, "tokens_per_s": tokens / max(seconds, 1e-9),
     }  # fmt: skip
     for name, values in (("ttft", first), ("tpot", per_token), ("itl", gaps)):

@@ -130,21 +130,25 @@ class Server:
         once."""
         admitted = []
         for each in {id(request): request for request in requests if _is_mine(self.world, request)}.values():
-            each.refused = self._why_not(each)
-            if each.refused is None:
+            why_not = self._why_not(each)
+            if isinstance(each, Request):
+                each.refused = why_not
+            if why_not is None:
                 admitted.append(each)
             else:
-                print(f"request {each.number} is refused: {each.refused}", flush=True)
+                print(f"request {getattr(each, 'number', '')} is refused: {why_not}", flush=True)
         return sorted(admitted, key=lambda each: each.arrival)
 
     def _why_not(self, request: Request) -> str | None:
+        if not isinstance(request, Request):
+            return f"it is a {type(request).__name__}, must be a Request"
         if type(request.number) is not int:
             return "its number is none"
         if not _has_home(self.world, request):
             return f"its home is {request.home}, must be 0 to {self.world.size - 1}"
         if not isinstance(request.arrival, int | float) or not 0 <= request.arrival < math.inf:
             return f"its arrival is {request.arrival}, must be a number of 0 or more"
-        if request.tokens != []:
+        if any(type(each) is not list or each for each in (request.tokens, request.times, request.logits)):
             return "it was served before"
         return self.room.why_not(request.prompt, request.length, self.sizes.vocabulary)
 
@@ -232,7 +236,8 @@ def _any_rank(world: Ranks, *flags: bool) -> tuple[bool, ...]:
 
 
 def _has_home(world: Ranks, request: Request) -> bool:
-    return type(request.home) is int and 0 <= request.home < world.size
+    home = getattr(request, "home", None)
+    return type(home) is int and 0 <= home < world.size
 
 
 def _is_mine(world: Ranks, request: Request) -> bool:
@@ -244,7 +249,9 @@ def gather(world: Ranks, requests: list[Request]) -> list[Request]:
     """On rank 0 all requests as their homes have served them."""
     # Of a refused one the prompt may be anything, of which not all can be sent.
     mine = [
-        replace(each, prompt=torch.zeros(0)) if each.refused else each for each in requests if _is_mine(world, each)
+        replace(each, prompt=torch.zeros(0)) if each.refused else each
+        for each in requests
+        if isinstance(each, Request) and _is_mine(world, each)
     ]
     parts: list[Any] = [None] * world.size
     dist.all_gather_object(parts, mine)

@@ -11,14 +11,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from examples.moe_lm import ranks, serve, sizes
+from examples.moe_lm.engine import Room
 from examples.moe_lm.load import Request, make_load, percentile, summary
 from examples.moe_lm.model import Model
 from examples.moe_lm.one_rank import one_rank
-from examples.moe_lm.server import Progress
+from examples.moe_lm.ranks import Ranks
+from examples.moe_lm.server import Progress, Server
 from tests import ROOT
 from tests.examples.ranks import SERVING, SIZES, fails, load, serve_each
 from tests.support.processes import run_processes, run_python
@@ -149,6 +152,22 @@ def test_a_bad_request_is_refused_and_the_others_are_served(served: Served, expe
     figures = summary(served["with bad ones"], 2.0)
     assert figures["requests"] == 9 + len(REFUSED) and len(figures["refused"]) == len(REFUSED)
     assert figures["tokens"] == sum(len(tokens) for tokens in expected)
+
+
+def test_what_is_no_request_is_refused_too(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing of it need be as a request has it: the others are served, and the summary can be written."""
+    server = Server.__new__(Server)
+    server.world = Ranks(0, 1, torch.device("cpu"), None, None)
+    server.room, server.sizes = Room(2, 32, 1, 12), sizes.Sizes()
+    good, prompt = Request(1, 0.0, 0, torch.arange(3), 2), torch.arange(3)
+    odd: list[Any] = [None, {"prompt": prompt}, 3]
+    odd += [Request(number, 0.0, 0, prompt, 2) for number in ([2], np.int64(3), None)]
+    odd += [Request(4, 0.0, 0, prompt, 2, **more) for more in ({"tokens": np.ones(2)}, {"times": None}, {"logits": ()})]
+    assert server._admit([*odd, good]) == [good]
+    said = capsys.readouterr().out
+    assert "request  is refused: it is a NoneType, must be a Request\n" in said and said.count("is refused") == len(odd)
+    found = summary([each for each in [*odd, good] if isinstance(each, Request)], 1.0)
+    assert list(json.loads(json.dumps(found))["refused"]) == ["[2]", "np.int64(3)", "None", "4"]
 
 
 def test_the_program_says_what_it_serves_and_no_nan(tmp_path: Path) -> None:
