@@ -209,3 +209,30 @@ def test_a_third_derivative_is_plain_torchs() -> None:
                     (of_w,) = torch.autograd.grad((of_x * t.probe[0]).sum(), t.weights, create_graph=True)
                     thirds += torch.autograd.grad((of_w * t.probe[1]).sum(), t.out_grads)
                 torch.testing.assert_close(thirds[0], thirds[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("weighting", WEIGHTINGS)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_row_of_weight_0_whose_gradient_is_0_has_a_second_derivative(mode: str, weighting: str) -> None:
+    """Of a loss (w x)^2 by w, at w = 0 and at -0: 2 x^2. With x = 0, too, all orders are those of plain torch."""
+    ids = torch.tensor([[0, -1], [1, 0], [0, 1]])
+    with make_buffer(None) as buffer:
+        found = []
+        for plain in (False, True):
+            x = numbers(0, 3, HIDDEN)
+            x[2] = 0.0
+            x, weights = x.requires_grad_(), torch.tensor([[0.0, 0.0], [-0.0, 0.0], [0.0, -0.0]], requires_grad=True)
+            if plain:
+                out = x * torch.where(ids >= 0, weights, 0.0).sum(1, keepdim=True)
+            else:
+                given = {"mode": mode, "layout": "packed", "zero_padding": True}
+                sent = nccl_ep.dispatch(x, ids, weights, buffer=buffer, num_experts=EXPERTS, **given)
+                at_home = weights if weighting == "home" else "dispatch"
+                out = nccl_ep.combine(sent.x, sent.handle, weights=at_home)
+            first = torch.autograd.grad(out.square().sum(), (x, weights), create_graph=True)
+            second = torch.autograd.grad((first[1] * numbers(1, 3, 2)).sum(), (x, weights), create_graph=True)
+            third = torch.autograd.grad((second[1] * numbers(2, 3, 2)).sum() + second[0].sum(), (x, weights))
+            found.append([*first, *second, *third])
+        assert found[1][3].count_nonzero() == 3  # what would be lost
+        for each, want in zip(*found, strict=True):
+            torch.testing.assert_close(each, want, rtol=1e-5, atol=1e-5)

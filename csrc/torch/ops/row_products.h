@@ -7,6 +7,8 @@
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <optional>
+
 namespace ep::gradients {
 
 // rows [.., n] * weights [..]. A weight of 0 gives 0 also where a row is no number: such a row was skipped.
@@ -33,10 +35,16 @@ struct Weighted : torch::autograd::Function<Weighted> {
   }
 };
 
+// The mask is of the value alone. A row that exists may have a weight of 0 and `others` of 0, too, and its derivatives
+// are those of a product; nobody reads those of a row that does not exist.
 struct Dots : torch::autograd::Function<Dots> {
-  static at::Tensor forward(torch::autograd::AutogradContext* ctx, const at::Tensor& rows, const at::Tensor& others) {
+  static at::Tensor forward(torch::autograd::AutogradContext* ctx, const at::Tensor& rows, const at::Tensor& others,
+                            const std::optional<at::Tensor>& weights) {
     ctx->save_for_backward({rows, others});
-    return rows.to(at::kFloat).mul(others.to(at::kFloat)).sum(-1);
+    at::Tensor sums = rows.to(at::kFloat).mul(others.to(at::kFloat)).sum(-1);
+    if (!weights) return sums;
+    const at::Tensor is_missing = weights->eq(0).logical_and(others.eq(0).all(-1));
+    return at::where(is_missing, at::zeros({}, sums.options()), sums);
   }
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
                                                  const torch::autograd::variable_list& given) {
@@ -44,7 +52,7 @@ struct Dots : torch::autograd::Function<Dots> {
     at::Tensor of_rows, of_others;
     if (ctx->needs_input_grad(0)) of_rows = weighted(saved[1], given[0], saved[0].scalar_type());
     if (ctx->needs_input_grad(1)) of_others = weighted(saved[0], given[0], saved[1].scalar_type());
-    return {of_rows, of_others};
+    return {of_rows, of_others, {}};
   }
 };
 
@@ -53,10 +61,7 @@ inline at::Tensor weighted(const at::Tensor& rows, const at::Tensor& weights, at
 }
 
 inline at::Tensor dots(const at::Tensor& rows, const at::Tensor& others, const at::Tensor& weights) {
-  const at::Tensor sums = Dots::apply(rows, others);
-  if (!weights.defined()) return sums;
-  const at::Tensor is_missing = weights.eq(0).logical_and(others.eq(0).all(-1));
-  return at::where(is_missing, at::zeros({}, sums.options()), sums);
+  return Dots::apply(rows, others, weights.defined() ? std::optional(weights) : std::nullopt);
 }
 
 }  // namespace ep::gradients
