@@ -53,10 +53,13 @@ def record(path: str | os.PathLike[str]) -> Iterator[None]:
     if not os.fspath(path):
         raise ValueError(f"path is {path!r}, must be that of a folder")
     _start(Path(path))
+    atexit.register(_stop)  # where the program ends, and not the block
     try:
         yield
     finally:
-        _stop()
+        if _recorder is not None:
+            atexit.unregister(_stop)
+            _stop()
 
 
 def set_up() -> None:

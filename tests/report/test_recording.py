@@ -333,6 +333,26 @@ def test_a_process_that_is_killed_leaves_what_it_has_recorded(tmp_path: Path) ->
     assert "rank0.jsonl has no end: its process was killed, or its disk was full." in notes
 
 
+LEFT_OPEN = """
+import sys
+import nccl_ep
+from tests.report import programs
+sys.kept = nccl_ep.record(sys.argv[1])  # goes behind the modules
+sys.kept.__enter__()
+buffer = nccl_ep.Buffer.for_shapes(None, **programs.SIZES)
+programs.exchange(buffer, 0, "ll", 0)
+"""
+
+
+def test_a_block_that_the_end_of_the_program_leaves_open_is_closed(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", LEFT_OPEN, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and not done.stderr
+    assert [line["operation"] for line in operations(tmp_path)] == ["dispatch", "combine"]
+    lines = lines_of(tmp_path / "rank0.jsonl")
+    assert "stats" in lines[-2] and "recording_ended_ns" in lines[-1]
+
+
 FORKS = """
 import multiprocessing, sys
 import nccl_ep
