@@ -244,7 +244,7 @@ def read_index(folder: str) -> Index:
         raise CheckpointError(f'{path} does not say "format": "{FORMAT}", so it is not of this program')
     try:
         tensors = {name: Place(**place) for name, place in found["tensors"].items()}
-        index = Index(found["step"], dict(found["sizes"]), found["data"], tensors)
+        index = Index(found["step"], dict(found["sizes"].items()), found["data"], tensors)
         _require_whole("step", index.step)
         if not _DATA.fullmatch(index.data):
             raise ValueError(f"data is {index.data!r}, no folder of save()")
@@ -265,11 +265,15 @@ def _require_whole(name: str, *numbers: int) -> None:
 
 
 def _check_files(folder: str, index: Index) -> None:
+    if Path(folder, index.data).is_symlink():
+        raise CheckpointError(f"{Path(folder, index.data)} is a link, must be a folder")
     ends: dict[str, int] = {}
     for place in index.tensors.values():
         ends[place.file] = max(ends.get(place.file, 0), place.first + place.bytes)
     for file, size in ends.items():
         path = Path(folder, index.data, file)
+        if path.is_symlink():
+            raise CheckpointError(f"{path} is a link, must be a file")
         if not path.is_file():
             raise CheckpointError(f"{path} is missing")
         if path.stat().st_size != size:

@@ -187,6 +187,13 @@ def flip(path: Path, place: int) -> None:
     path.write_bytes(numbers)
 
 
+def link(folder: Path, path: Path) -> None:
+    """What is outside of the checkpoint, as an archive of somebody may have it."""
+    outside = folder.parent / "outside"
+    path.rename(outside)
+    path.symlink_to(outside)
+
+
 def as_dcp(folder: Path) -> None:
     """What torch.distributed.checkpoint writes."""
     for path in list(folder.iterdir()):
@@ -211,6 +218,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         "{folder}/{index} has no tensor model.embedding of shape [256, 16]",
     ),
     "outside": (lambda f: edit(f, lambda i: i.update(data="../saved")), "{folder}/{index} is damaged: ValueError"),
+    "data elsewhere": (lambda f: link(f, data(f).parent), " is a link, must be a folder"),
+    "data file elsewhere": (lambda f: link(f, data(f)), "/0.bin is a link, must be a file"),
+    "sizes": (
+        lambda f: edit(f, lambda i: i.update(sizes=[[1, 2]])), "{folder}/{index} is damaged: AttributeError",
+    ),
     "negative": (
         lambda f: edit(f, lambda i: i["tensors"]["model.embedding"].update(first=-4)),
         "{folder}/{index} is damaged: ValueError",
