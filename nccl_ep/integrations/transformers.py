@@ -9,6 +9,7 @@ in a registry: one for experts of bf16, fp16 and fp32, and another for those of 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import os
@@ -283,7 +284,10 @@ def _shapes_of(model: Any, modules: list[Any]) -> dict[str, Any]:
     first = modules[0].down_proj
     most = max(module.num_experts for module in modules)
     dtypes = [module.down_proj.dtype for module in modules]
-    embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    embeddings = None
+    if hasattr(model, "get_input_embeddings"):
+        with contextlib.suppress(NotImplementedError):  # transformers: it knows none
+            embeddings = model.get_input_embeddings()
     weight = getattr(embeddings, "weight", None)
     if isinstance(weight, torch.Tensor):  # hidden states begin as these
         dtypes.append(weight.dtype)

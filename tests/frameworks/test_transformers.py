@@ -313,6 +313,27 @@ def test_models_of_one_configuration() -> None:
         assert buffer.stats()["ht_combines"] == len(one.model.layers)
 
 
+class _WithoutEmbeddings(transformers.PreTrainedModel):  # type: ignore[misc, name-defined]
+    """As an encoder of pictures or sounds, or a part of a model that a pipeline gives a rank."""
+
+    config_class = transformers.MixtralConfig
+    _supports_sdpa = True
+    _can_set_experts_implementation_cached_value = True
+
+    def __init__(self, layer: torch.nn.Module, config: Any) -> None:
+        super().__init__(config)
+        self.layer = layer
+
+
+def test_a_model_without_embeddings_of_tokens() -> None:
+    stock = small().eval()
+    block = stock.model.layers[0].mlp
+    model = _WithoutEmbeddings(copy.deepcopy(block), stock.config)
+    x = torch.randn(2, 3, 32)
+    with torch.no_grad(), use_expert_parallel(model, max_tokens=32):
+        torch.testing.assert_close(model.layer(x), block(x), rtol=1e-4, atol=1e-5)
+
+
 def test_autocast() -> None:
     """Rows travel in the dtype in which experts compute."""
     stock = small().eval()
