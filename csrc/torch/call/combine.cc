@@ -199,8 +199,8 @@ PyObject* combine(PyObject* const* given, Py_ssize_t count) {
   return Combine(given).run();
 }
 
-PyMethodDef methods[] = {method<&combine>("combine"), method<&combine_numbers>("combine_numbers")};
-const Added added(methods);
+PyMethodDef combine_calls[] = {method<&combine>("combine"), method<&combine_numbers>("combine_numbers")};
+const Added added_combine(combine_calls);
 
 }  // namespace
 }  // namespace ep::call

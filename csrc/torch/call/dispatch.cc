@@ -251,9 +251,9 @@ PyObject* dispatch(PyObject* const* given, Py_ssize_t count) {
   return Dispatch(buffer, tensors, checked).run();
 }
 
-PyMethodDef methods[] = {method<&dispatch>("dispatch"), method<&dispatch_numbers>("dispatch_numbers"),
-                         method<&cached_numbers>("cached_numbers")};
-const Added added(methods);
+PyMethodDef dispatch_calls[] = {method<&dispatch>("dispatch"), method<&dispatch_numbers>("dispatch_numbers"),
+                                method<&cached_numbers>("cached_numbers")};
+const Added added_dispatch(dispatch_calls);
 
 }  // namespace
 }  // namespace ep::call

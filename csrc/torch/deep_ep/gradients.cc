@@ -15,9 +15,9 @@ using namespace gradients;
 using torch_ops::DeepEpDispatched;
 using torch_ops::DeepEpNormal;
 
-DeepEpNormal ht_dispatch(const Tensor& seq, const Tensor& x, const Optional& x_scales, const Tensor& topk_idx,
-                         const Optional& topk_weights, int64_t num_experts, int64_t max_tokens, int64_t capacity,
-                         int64_t num_sms) {
+DeepEpNormal ht_dispatch_deepep(const Tensor& seq, const Tensor& x, const Optional& x_scales, const Tensor& topk_idx,
+                                const Optional& topk_weights, int64_t num_experts, int64_t max_tokens, int64_t capacity,
+                                int64_t num_sms) {
   const auto run = [&] {
     const at::AutoDispatchBelowAutograd below;
     return torch_ops::ht_dispatch_deepep().call(seq, x, x_scales, topk_idx, topk_weights, num_experts, max_tokens,
@@ -54,9 +54,9 @@ SavedRouting routing_of(const Tensor& seq, const Tensor& src_info, const Tensor&
   return SavedRouting::of(seq, handle, {}, num_tokens, capacity, routing);
 }
 
-DeepEpDispatched ll_dispatch(const Tensor& seq, const Tensor& x, const Optional& x_scales, const Tensor& topk_idx,
-                             int64_t num_experts, int64_t max_tokens, int64_t quant, const Optional& recv_stats,
-                             const Optional& wait_cost, int64_t num_sms) {
+DeepEpDispatched ll_dispatch_deepep(const Tensor& seq, const Tensor& x, const Optional& x_scales,
+                                    const Tensor& topk_idx, int64_t num_experts, int64_t max_tokens, int64_t quant,
+                                    const Optional& recv_stats, const Optional& wait_cost, int64_t num_sms) {
   const auto run = [&] {
     const at::AutoDispatchBelowAutograd below;
     return torch_ops::ll_dispatch_deepep().call(seq, x, x_scales, topk_idx, num_experts, max_tokens, quant, recv_stats,
@@ -78,9 +78,9 @@ DeepEpDispatched ll_dispatch(const Tensor& seq, const Tensor& x, const Optional&
   return made;
 }
 
-Tensor ll_combine(const Tensor& seq, const Tensor& rows, const Tensor& src_info, const Tensor& weights,
-                  const Tensor& topk_idx, int64_t num_experts, int64_t max_tokens, const Optional& wait_cost,
-                  const Optional& out, int64_t num_sms, bool use_logfmt) {
+Tensor ll_combine_deepep(const Tensor& seq, const Tensor& rows, const Tensor& src_info, const Tensor& weights,
+                         const Tensor& topk_idx, int64_t num_experts, int64_t max_tokens, const Optional& wait_cost,
+                         const Optional& out, int64_t num_sms, bool use_logfmt) {
   const auto run = [&] {
     const at::AutoDispatchBelowAutograd below;
     return torch_ops::ll_combine_deepep().call(seq, rows, src_info, weights, topk_idx, num_experts, max_tokens,
@@ -106,7 +106,7 @@ Tensor ll_combine(const Tensor& seq, const Tensor& rows, const Tensor& src_info,
 }  // namespace ep
 
 TORCH_LIBRARY_IMPL(nccl_ep, Autograd, library) {
-  library.impl("ht_dispatch_deepep", &ep::ht_dispatch);
-  library.impl("ll_dispatch_deepep", &ep::ll_dispatch);
-  library.impl("ll_combine_deepep", &ep::ll_combine);
+  library.impl("ht_dispatch_deepep", &ep::ht_dispatch_deepep);
+  library.impl("ll_dispatch_deepep", &ep::ll_dispatch_deepep);
+  library.impl("ll_combine_deepep", &ep::ll_combine_deepep);
 }

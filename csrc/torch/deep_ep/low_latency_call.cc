@@ -227,9 +227,9 @@ PyObject* low_latency_combine(PyObject* const* given, Py_ssize_t count) {
   return tuple_of(new_reference(result), new_reference(event), new_reference(receive));
 }
 
-PyMethodDef methods[] = {method<&low_latency_dispatch>("low_latency_dispatch"),
-                         method<&low_latency_combine>("low_latency_combine")};
-const Added added(methods);
+PyMethodDef low_latency_calls[] = {method<&low_latency_dispatch>("low_latency_dispatch"),
+                                   method<&low_latency_combine>("low_latency_combine")};
+const Added added_low_latency(low_latency_calls);
 
 }  // namespace
 }  // namespace ep::call

@@ -350,7 +350,7 @@ void ll_combine_deepep_recv(const Tensor& seq, const Tensor& src_info, int64_t t
   "(Tensor(a!) seq, Tensor rows, Tensor src_info, Tensor weights, Tensor topk_idx, int " \
   "num_experts, int max_tokens, Tensor(b!)? out_wait_cost, Tensor(c!)? out, int num_sms, bool use_logfmt"
 
-fast_call::Op ops[] = {
+fast_call::Op deepep_low_latency_ops[] = {
     EP_OP(ll_dispatch_deepep), EP_OP(ll_dispatch_deepep_send), EP_OP(ll_dispatch_deepep_recv),
     EP_OP(ll_combine_deepep),  EP_OP(ll_combine_deepep_send),  EP_OP(ll_combine_deepep_recv),
 };
@@ -374,4 +374,4 @@ TORCH_LIBRARY_FRAGMENT(nccl_ep, library) {
       "Tensor(b!)? out_wait_cost, Tensor(c!) out, int num_sms, bool use_logfmt) -> ()");
 }
 
-EP_IMPLEMENT(ep::ops)
+EP_IMPLEMENT(deepep_low_latency_ops)

@@ -362,10 +362,10 @@ PyObject* normal_combine(PyObject* const* given, Py_ssize_t count) {
   return tuple_of(wrap(std::move(combined)), combined_weights, no_event());
 }
 
-PyMethodDef methods[] = {
+PyMethodDef normal_calls[] = {
     method<&get_dispatch_layout>("get_dispatch_layout"), method<&normal_dispatch>("normal_dispatch"),
     method<&normal_dispatch_cached>("normal_dispatch_cached"), method<&normal_combine>("normal_combine")};
-const Added added(methods);
+const Added added_normal(normal_calls);
 
 }  // namespace
 }  // namespace ep::call

@@ -85,7 +85,7 @@ std::tuple<Tensor, Tensor> token_layout(const Tensor& topk_idx, int64_t num_rank
   });
 }
 
-fast_call::Op ops[] = {EP_OP(ht_dispatch_deepep), EP_OP(token_layout)};
+fast_call::Op deepep_normal_ops[] = {EP_OP(ht_dispatch_deepep), EP_OP(token_layout)};
 
 }  // namespace
 }  // namespace ep
@@ -100,4 +100,4 @@ TORCH_LIBRARY_FRAGMENT(nccl_ep, library) {
       "is_token_in_rank)");
 }
 
-EP_IMPLEMENT(ep::ops)
+EP_IMPLEMENT(deepep_normal_ops)

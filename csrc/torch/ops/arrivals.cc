@@ -37,7 +37,7 @@ void begin_arrivals(const at::Tensor& seq, const at::Tensor& state) {
   });
 }
 
-fast_call::Op ops[] = {EP_OP(announce_rows), EP_OP(begin_arrivals)};
+fast_call::Op arrivals_ops[] = {EP_OP(announce_rows), EP_OP(begin_arrivals)};
 
 }  // namespace
 }  // namespace ep
@@ -47,4 +47,4 @@ TORCH_LIBRARY_FRAGMENT(nccl_ep, library) {
   library.def("begin_arrivals(Tensor(a!) seq, Tensor state) -> ()");
 }
 
-EP_IMPLEMENT(ep::ops)
+EP_IMPLEMENT(arrivals_ops)

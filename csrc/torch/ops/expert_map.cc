@@ -54,7 +54,7 @@ Tensor map_experts(const Tensor& topk_idx, const Tensor& logical_to_physical_map
   });
 }
 
-fast_call::Op ops[] = {EP_OP(map_experts)};
+fast_call::Op expert_map_ops[] = {EP_OP(map_experts)};
 
 }  // namespace
 }  // namespace ep
@@ -65,4 +65,4 @@ TORCH_LIBRARY_FRAGMENT(nccl_ep, library) {
       "-> Tensor");
 }
 
-EP_IMPLEMENT(ep::ops)
+EP_IMPLEMENT(expert_map_ops)

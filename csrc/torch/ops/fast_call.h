@@ -279,11 +279,11 @@ inline void refuse_vmap(std::span<const Op> ops, torch::Library& library) {
         ::ep::fast_call::method<"nccl_ep::" #op, true, decltype(op)>(#op)                   \
   }
 
-// Once a file, outside of namespaces: `ops` is an array of what EP_OP makes.
-#define EP_IMPLEMENT(ops)                                                                                \
-  static const ::ep::fast_call::Added added_ops(ops);                                                    \
-  TORCH_LIBRARY_IMPL(nccl_ep, CPU, library) { ::ep::fast_call::implement(ops, library); }                \
-  TORCH_LIBRARY_IMPL(nccl_ep, CUDA, library) { ::ep::fast_call::implement(ops, library); }               \
-  TORCH_LIBRARY_IMPL(nccl_ep, FuncTorchBatched, library) { ::ep::fast_call::refuse_vmap(ops, library); } \
-  TORCH_LIBRARY_IMPL(nccl_ep, Batched, library) { ::ep::fast_call::refuse_vmap(ops, library); }          \
-  TORCH_LIBRARY_IMPL(nccl_ep, Autograd, library) { ::ep::fast_call::refuse_gradients(ops, library); }
+// Outside of namespaces: `ops` is an array in `ep` of what EP_OP makes.
+#define EP_IMPLEMENT(ops)                                                                                      \
+  static const ::ep::fast_call::Added added_##ops(::ep::ops);                                                  \
+  TORCH_LIBRARY_IMPL(nccl_ep, CPU, library) { ::ep::fast_call::implement(::ep::ops, library); }                \
+  TORCH_LIBRARY_IMPL(nccl_ep, CUDA, library) { ::ep::fast_call::implement(::ep::ops, library); }               \
+  TORCH_LIBRARY_IMPL(nccl_ep, FuncTorchBatched, library) { ::ep::fast_call::refuse_vmap(::ep::ops, library); } \
+  TORCH_LIBRARY_IMPL(nccl_ep, Batched, library) { ::ep::fast_call::refuse_vmap(::ep::ops, library); }          \
+  TORCH_LIBRARY_IMPL(nccl_ep, Autograd, library) { ::ep::fast_call::refuse_gradients(::ep::ops, library); }

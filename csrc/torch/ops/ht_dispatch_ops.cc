@@ -303,8 +303,8 @@ HtDispatched dispatch_ht(const at::Tensor& seq, const Tensor& x, const OptionalT
 
 namespace {
 
-fast_call::Op ops[] = {EP_OP(ht_dispatch), EP_OP(ht_dispatch_out), EP_OP(ht_route), EP_OP(ht_dispatch_routed),
-                       EP_OP(arena_empty)};
+fast_call::Op ht_dispatch_ops[] = {EP_OP(ht_dispatch), EP_OP(ht_dispatch_out), EP_OP(ht_route),
+                                   EP_OP(ht_dispatch_routed), EP_OP(arena_empty)};
 
 }  // namespace
 }  // namespace ep
@@ -328,6 +328,6 @@ TORCH_LIBRARY_FRAGMENT(nccl_ep, library) {
   library.def("arena_empty(Tensor(a!) seq, int[] size, ScalarType dtype) -> Tensor");
 }
 
-EP_IMPLEMENT(ep::ops)
+EP_IMPLEMENT(ht_dispatch_ops)
 
 TORCH_LIBRARY_IMPL(nccl_ep, CPU, library) { library.impl("size_at", &ep::size_at); }

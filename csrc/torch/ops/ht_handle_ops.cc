@@ -167,8 +167,8 @@ Tensor ht_combine_signalled(const Tensor& seq, const Tensor& rows, const Tensor&
   "Tensor(a!) seq, Tensor? rows, Tensor? values, Tensor route, Tensor slots, Tensor? weights, " \
   "Tensor? topk_idx, Tensor[] biases, " EP_HANDLE_SCHEMA
 
-fast_call::Op ops[] = {EP_OP(ht_dispatch_cached), EP_OP(ht_dispatch_cached_out), EP_OP(ht_combine),
-                       EP_OP(ht_combine_out), EP_OP(ht_combine_signalled)};
+fast_call::Op ht_handle_ops[] = {EP_OP(ht_dispatch_cached), EP_OP(ht_dispatch_cached_out), EP_OP(ht_combine),
+                                 EP_OP(ht_combine_out), EP_OP(ht_combine_signalled)};
 
 }  // namespace
 }  // namespace ep
@@ -184,4 +184,4 @@ TORCH_LIBRARY_FRAGMENT(nccl_ep, library) {
   library.def("ht_combine_out(" EP_HT_COMBINE_SCHEMA ", Tensor(b!) out) -> ()");
 }
 
-EP_IMPLEMENT(ep::ops)
+EP_IMPLEMENT(ht_handle_ops)

@@ -229,7 +229,7 @@ void require_no_overflow(const Tensor& seq, const Tensor& info, int64_t capacity
   "Tensor(a!) seq, Tensor rows, Tensor handle, Tensor? weights, Tensor? topk_idx, Tensor[] " \
   "biases, " EP_HANDLE_SCHEMA
 
-fast_call::Op ops[] = {
+fast_call::Op ll_ops[] = {
     EP_OP(ll_dispatch),        EP_OP(ll_dispatch_out),     EP_OP(ll_dispatch_send), EP_OP(ll_dispatch_recv),
     EP_OP(ll_combine),         EP_OP(ll_combine_out),      EP_OP(ll_combine_send),  EP_OP(ll_combine_recv),
     EP_OP(ll_combine_weights), EP_OP(require_no_overflow),
@@ -261,4 +261,4 @@ TORCH_LIBRARY(nccl_ep, library) {
   library.def("require_no_overflow(Tensor(a!) seq, Tensor info, SymInt capacity, int[] config) -> ()");
 }
 
-EP_IMPLEMENT(ep::ops)
+EP_IMPLEMENT(ll_ops)
