@@ -32,8 +32,8 @@ FUZZ_SEED ?=
 ctest := ctest --output-on-failure --parallel $(JOBS) --test-dir
 cxx_files = $(shell find csrc tests -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo extension build c kernels test test-all lint format tidy tsan asan fuzz emulated newest newest-extension \
-    frameworks docs bench gin wheel wheels gpu clean
+.PHONY: demo extension build c kernels test quick-cpp quick-python test-all lint format tidy tsan asan fuzz emulated \
+    newest newest-extension frameworks docs bench gin wheel wheels gpu clean
 
 demo: extension
 	python examples/ll_moe_layer.py
@@ -42,9 +42,16 @@ demo: extension
 TEST_JOBS ?= $(shell echo $$((2 * $(JOBS) < 16 ? 2 * $(JOBS) : $(JOBS))))
 quick_tests := -m pytest -m "not slow" -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 
+# C++ tests wait half of their time, so the Python tests begin beside them. What C++ tests say is shown where one fails.
 test: export OMP_NUM_THREADS ?= 1
 test: build
-	$(ctest) build/dev
+	$(MAKE) --no-print-directory --jobs 2 quick-cpp quick-python
+	@sed -n '/tests passed/,$$p' build/dev/ctest.txt
+
+quick-cpp:
+	@$(ctest) build/dev --quiet --output-log build/dev/ctest.txt || { cat build/dev/ctest.txt; exit 1; }
+
+quick-python:
 	python $(quick_tests)
 
 test-all: export NCCL_EP_TEST_ALL := 1
