@@ -1,8 +1,9 @@
-"""For all tests: their order; torch's threads; the C library, built and installed once for those that want it."""
+"""For all tests: their order; torch's threads; garbage; the C library, built and installed once where it is wanted."""
 
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import sys
 from pathlib import Path
@@ -35,6 +36,10 @@ LONGEST = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {ROOT / "tests" / name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path, len(places)))  # the rest stays as it was
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # a round over all that torch and the tests are takes half a second, and no test looks for that
 
 
 @pytest.fixture(scope="session")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
+import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
@@ -15,6 +16,41 @@ import torch
 from nccl_ep import _C
 from nccl_ep.extension import parse_build
 from tests import ROOT
+
+# Each line of its input says: the folder to start in, one of PYTHONPATH, a module, whether that is the program or is
+# imported, and the file for errors. Each is run by a fork, since to import torch takes seconds; nccl_ep is new to it.
+PROGRAM = """
+import json, os, runpy, signal, sys
+import torch
+for line in sys.stdin:
+    folder, path, name, is_program, said = json.loads(line)
+    if os.fork() == 0:
+        signal.alarm(120)
+        os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT), 2)
+        os.chdir(folder)
+        sys.path[:1] = [folder, path]
+        runpy.run_module(name, run_name="__main__", alter_sys=True) if is_program else __import__(name)
+        break
+    print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+"""
+Start = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def start() -> Iterator[Start]:
+    """What is said on the standard error by a program that fails."""
+    command = [sys.executable, "-c", PROGRAM]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+
+        def run(folder: Path, path: Path, name: str, is_program: bool = False) -> str:
+            said = path / "said.txt"
+            print(json.dumps([str(folder), str(path), name, is_program, str(said)]), file=process.stdin, flush=True)
+            assert process.stdout.readline() == "1\n", said.read_text()
+            return said.read_text()
+
+        yield run
+        process.stdin.close()
 
 
 @pytest.fixture(scope="module")
@@ -29,22 +65,17 @@ in_the_package = pytest.mark.skipif("nccl_ep_other_build" in sys.modules, reason
 
 
 @in_the_package
-@pytest.mark.parametrize(
-    ("arguments", "is_installed"), [(("-m", "nccl_ep.doctor"), True), (("-c", "import nccl_ep.deep_ep"), False)]
-)
+@pytest.mark.parametrize(("name", "is_installed"), [("nccl_ep.doctor", True), ("nccl_ep.deep_ep", False)])
 def test_an_unbuilt_clone_says_what_to_do(
-    arguments: tuple[str, str], is_installed: bool, clone: Path, tmp_path: Path
+    name: str, is_installed: bool, clone: Path, start: Start, tmp_path: Path
 ) -> None:
     installed = tmp_path / "nccl_ep" / f"_C{EXTENSION_SUFFIXES[0]}"
     if is_installed:
         installed.parent.mkdir()
         installed.write_bytes(b"")
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=clone, env=os.environ | {"PYTHONPATH": str(tmp_path)},
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode != 0 and "circular" not in done.stderr
-    said = done.stderr.splitlines()[-1]
+    text = start(clone, tmp_path, name, is_program=name == "nccl_ep.doctor")
+    assert "circular" not in text
+    said = text.splitlines()[-1]
     assert f"nccl_ep in {clone}/nccl_ep has no extension _C for Python" in said
     assert f"make build in {clone}, or pip install {clone}" in said
     assert (f"start Python in another folder, to get {installed.parent}, or " in said) == is_installed
@@ -65,7 +96,9 @@ CHANGES = {
 
 @in_the_package
 @pytest.mark.parametrize("name", CHANGES)
-def test_an_extension_that_cannot_be_loaded_says_what_to_do(name: str, clone: Path, tmp_path: Path) -> None:
+def test_an_extension_that_cannot_be_loaded_says_what_to_do(
+    name: str, clone: Path, start: Start, tmp_path: Path
+) -> None:
     changes, says = CHANGES[name]
     data = Path(_C.__file__).read_bytes()
     for old, new in changes.items():
@@ -75,12 +108,9 @@ def test_an_extension_that_cannot_be_loaded_says_what_to_do(name: str, clone: Pa
     package = tmp_path / "nccl_ep"
     shutil.copytree(clone / "nccl_ep", package)
     (package / f"_C{EXTENSION_SUFFIXES[0]}").write_bytes(data)
-    done = subprocess.run(
-        [sys.executable, "-c", "import nccl_ep"], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)},
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    said = done.stderr.splitlines()[-1]
-    assert said.startswith(f"ImportError: {package}/_C") and says in said and AGAIN in said, done.stderr
+    text = start(tmp_path, tmp_path, "nccl_ep")
+    said = text.splitlines()[-1]
+    assert said.startswith(f"ImportError: {package}/_C") and says in said and AGAIN in said, text
     assert (f"and this is torch {torch.__version__}: " in said) == ("another torch" in name)
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils import cpp_extension
 
 from tests import ROOT
 
@@ -21,6 +20,8 @@ COMPILER = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
 
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler here")
 def test_memory_of_operations_on_another_stream_is_kept(tmp_path: Path) -> None:
+    from torch.utils import cpp_extension  # takes half a second, which all workers would wait
+
     libraries = Path(torch.__file__).parent / "lib"
     headers = [ROOT / "csrc", ROOT / "csrc" / "include", *cpp_extension.include_paths(), sysconfig.get_path("include")]
     module = tmp_path / f"fake_device{sysconfig.get_config_var('EXT_SUFFIX')}"
