@@ -60,6 +60,21 @@ class Share:
         )
 
 
+class _NoneOfOthers:
+    """An attribute of a parameter of experts. Pickled, as by ``torch.save`` of parameters or of an optimizer, it would
+    lack those of the other ranks."""
+
+    def __init__(self, name: str, share: Share) -> None:
+        self._said = (
+            f"{name} of this rank has experts {share.first} to {share.first + share.num_local - 1} of "
+            f"{share.num_experts}, and would be pickled without the others: {_CALLS}; of an optimizer, "
+            "sharded_optimizer_state_dict(model, optimizer)"
+        )
+
+    def __reduce__(self) -> Any:
+        raise UsageError(self._said)
+
+
 def share_of(module: torch.nn.Module) -> Share | None:
     return getattr(module, _STATE, None)
 
@@ -83,6 +98,8 @@ def keep_share(module: Any, share: Share, kept: dict[int, torch.Tensor]) -> None
             if isinstance(each, torch.nn.Parameter):
                 own = torch.nn.Parameter(own, requires_grad=each.requires_grad)
                 own.__dict__.update(each.__dict__)
+                if share.rendezvous.size() > 1:
+                    own.__dict__[_STATE] = _NoneOfOthers(name, share)
             kept[id(each)] = own
         setattr(module, name, kept[id(each)])
     share.names = list(stacks)

@@ -125,10 +125,28 @@ def test_a_whole_model_is_neither_copied_nor_pickled(call: Callable[[Any], Any])
         call(model)
 
 
+def test_parameters_and_optimizers_are_not_pickled_without_the_other_ranks_experts() -> None:
+    """A copy in the process is the caller's own."""
+
+    def body(group: Any) -> None:
+        model = tiny_model(MIXTRAL)
+        with use_expert_parallel(model, group, **OPTIONS):
+            optimizer = torch.optim.AdamW(model.parameters())
+            text = r"has experts [02] to [13] of 4, and would be pickled without the others: call, on all ranks, save_"
+            for each in (dict(model.named_parameters()), optimizer, list(model.parameters())):
+                with pytest.raises(nccl_ep.UsageError, match=text):
+                    torch.save(each, io.BytesIO())
+                assert type(copy.deepcopy(each)) is type(each)
+            torch.save(dict(model.model.embed_tokens.named_parameters()), io.BytesIO())
+
+    run_ranks(2, body)
+
+
 def test_one_rank_has_them_all(tmp_path: Path) -> None:
     want, model = tiny_model(MIXTRAL), tiny_model(MIXTRAL)
     with use_expert_parallel(model, None, **OPTIONS):
         assert_same(model.state_dict(), want, exact=True)
+        torch.save(dict(model.named_parameters()), io.BytesIO())
         model.save_pretrained(tmp_path)
     assert_same(type(want).from_pretrained(tmp_path).state_dict(), want, exact=True)
 
