@@ -51,7 +51,9 @@ test: build
 quick-cpp:
 	@$(ctest) build/dev --quiet --output-log build/dev/ctest.txt || { cat build/dev/ctest.txt; exit 1; }
 
+# In a new clone one process compiles all that tests import, before each of several does.
 quick-python:
+	@test -d tests/__pycache__ || python -m pytest --collect-only -q > build/dev/collected.txt || true
 	python $(quick_tests)
 
 test-all: export NCCL_EP_TEST_ALL := 1
