@@ -59,6 +59,8 @@ REFUSED: dict[str, Refused] = {
     "too many tokens": (lambda s: s.dispatch(**s.tokens(9)), ValueError, "9 tokens, but max_tokens is 8"),
     "odd experts": (lambda s: s.dispatch(num_experts=2 * s.buffer.num_ranks + 1), ValueError, "do not divide over"),
     "capacity": (lambda s: s.dispatch(capacity=-3), ValueError, "capacity is -3, must not be negative"),
+    "capacity of rank_major": (lambda s: s.dispatch(layout="rank_major", capacity=8), ValueError,
+                               "layout rank_major always holds max_tokens rows"),
     "no such mode": (lambda s: s.dispatch(mode="fast"), ValueError, "mode is 'fast', must be one of"),
     "num_sms": (lambda s: s.dispatch(num_sms=-1), ValueError, "num_sms is -1, must not be negative"),
     "rows elsewhere": (lambda s: s.combine(s.out.x.to("meta")), ValueError, "rows is on meta, the buffer"),
