@@ -18,7 +18,7 @@ def not_in(seconds: int) -> str:
 
 
 def not_by(*files: str) -> str:
-    """No test of those files of `make emulated` failed that runs the code; no other runs it."""
+    """The tests of `make emulated` in those files run the code, and pass."""
     return f"not by {' and '.join(f'`{file}`' for file in files)}"
 
 
@@ -182,7 +182,7 @@ MUTANTS = (
         new="{}",
         breaks="gradients of rows that do not exist are not zero",
         test="tests/training/test_zero_weights.py::test_the_gradient_of_weights_of_rows_that_do_not_exist_is_zero[ll]",
-        emulated=NOT_TRIED,
+        emulated="tests/training/test_zero_weights.py::test_the_gradient_of_weights_of_rows_that_do_not_exist_is_zero[ll]",
     ),
     Mutant(
         "scales_gradient", _GRADIENTS, "csrc/torch/deep_ep/gradients.cc",
@@ -190,7 +190,7 @@ MUTANTS = (
         new="if (!wants_gradient(x, topk_weights)) return run();",
         breaks="scales have no gradient in DeepEP's normal mode, where neither rows nor weights have one",
         test="tests/deep_ep/test_normal.py::test_scales_have_gradients_where_rows_have_none",
-        emulated=NOT_TRIED,
+        emulated=not_by("tests/training/test_gradients.py"),
     ),
     Mutant(
         "wait_cost", _DEEP_EP, "csrc/cpu/ll/exchange.cc",
@@ -213,7 +213,7 @@ MUTANTS = (
         breaks="a tensor that begins in the arena and ends behind it counts as inside",
         test="ep_tests Arena.KnowsWhatLiesInside",
         fuzz=not_in(60),
-        emulated=NOT_TRIED,
+        emulated=not_by("tests/training/test_gradients.py", "tests/training/test_zero_weights.py"),
     ),
     Mutant(
         "handle_row_end", "arena and handles", "csrc/runtime/handles.cc",
@@ -223,7 +223,6 @@ MUTANTS = (
         test="tests/api/test_bad_input.py::test_a_bad_call_is_refused_and_changes_nothing"
         "[combine: handle and rows of a smaller capacity]",
         fuzz=not_in(60),
-        emulated=NOT_TRIED,
     ),
     Mutant(
         "rank_major_capacity", _ARGUMENTS, "csrc/runtime/call.cc",
@@ -232,7 +231,7 @@ MUTANTS = (
         new="",
         breaks="a capacity of rank_major is not refused",
         test="tests/api/test_bad_input.py::test_a_bad_call_is_refused_and_changes_nothing[capacity of rank_major]",
-        emulated=NOT_TRIED,
+        emulated="tests/contract/test_emulated_gpu.py::TestEmulatedGpu::test_a_refused_call_sends_nothing[ll]",
     ),
     Mutant(
         "ht_gpu_peer_alignment", "kernels, high throughput", "csrc/cuda/ht/route.cuh",
@@ -326,7 +325,7 @@ MUTANTS = (
         new="  EP_HD static int word_of(int rank) { return rank >> 5 & 1; }\n",
         breaks="rank 64 and later ones share their bits with the first 64",
         test="ep_tests RankMask.HasABitForEachRank",
-        emulated=NOT_TRIED,
+        emulated="tests/ll/test_masks.py::test_masks_serve_more_ranks_than_bits_of_a_word[66]",
     ),
     Mutant(
         "gpu_ranks_of_token_past_64", "kernels, both modes", "csrc/cuda/protocol/ids.cuh",
