@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 COLUMNS = {"test": "`make test`", "emulated": "`make emulated`", "fuzz": "fuzz"}
-NOT_TRIED = "not tried"
 RUNS_IT_NOT = "does not run it"  # kernels in tests of CPU ranks, and the other way round
 
 
