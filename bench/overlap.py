@@ -134,19 +134,15 @@ class Overlap:
             # Of an operation's own length, more or less.
             rows = options.gemm[0] if options.mode == "ht" else -(-options.gemm[0] // 16)
             between = world.together(lambda: gemm_call([rows, *options.gemm[1:]], world.device))
+            experts = world.together(lambda: beside.experts_call(shape, world.device))
             for num_sms in options.num_sms:
                 make = partial(native_operations, shape, buffer, given, checked, num_sms)
                 operations = world.together(make)
                 for op in OPS:
                     for partition in options.partition:
                         self._measure_fused(op, operations.in_graph(op), gemm, num_sms, partition)
+                    self._measure_together(op, operations.in_graph(op), experts, num_sms)
                 self._measure_fused("spin", spin_call(world.device), gemm, num_sms, options.partition[0])
-            experts = world.together(lambda: beside.experts_call(shape, world.device))
-            for num_sms in options.num_sms:
-                few = world.together(partial(native_operations, shape, buffer, given, checked, num_sms))
-                for op in OPS:
-                    self._measure_together(op, few.in_graph(op), experts, num_sms)
-            del experts
             whole = world.together(partial(native_operations, shape, buffer, given, checked, 0))
             for op in OPS:
                 self._measure_split(op, whole.in_graph(op), self._sender(op, buffer, given, checked), between)
