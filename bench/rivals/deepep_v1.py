@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ..operations import Operations
 from ..workload import Given, Shape
 from ..world import World
-from .interface import Rival, dequantized, require_rows, version_of
+from .interface import Received, Rival, dequantized, require_rows, version_of
 
 ON_CPU = False
 _NVLINK_BYTES = 2_000_000_000
@@ -44,13 +44,24 @@ class _DeepEP(Rival):
 
 
 class LowLatency(_DeepEP):
+    def _dispatch(self) -> Any:
+        shape, given = self.shape, self.given
+        fp8 = shape.quant is not None
+        return self.buffer.low_latency_dispatch(given.x, given.topk_idx, shape.tokens, shape.num_experts, use_fp8=fp8)
+
+    def receive(self) -> Received:
+        rows, counts, handle, *_ = self._dispatch()
+        return Received(rows, counts=counts, way=handle)
+
+    def send_home(self, rows: torch.Tensor, received: Received) -> torch.Tensor:
+        home: torch.Tensor = self.buffer.low_latency_combine(
+            rows, self.given.topk_idx, self.given.weights, received.way
+        )[0]
+        return home
+
     def check(self) -> None:
-        shape, given, buffer = self.shape, self.given, self.buffer
-        x, ids, fp8 = given.x, given.topk_idx, shape.quant is not None
-
-        def dispatch() -> Any:
-            return buffer.low_latency_dispatch(x, ids, shape.tokens, shape.num_experts, use_fp8=fp8)
-
+        given, buffer, dispatch = self.given, self.buffer, self._dispatch
+        ids, fp8 = given.topk_idx, self.shape.quant is not None
         received, counts, handle, *_ = dispatch()
         self.world.synchronize()
         plain = dequantized(*received) if fp8 else received
@@ -73,19 +84,28 @@ class LowLatency(_DeepEP):
 class Normal(_DeepEP):
     """With the layout computed anew each time, and as many output rows as there can be, so that nothing waits."""
 
-    def check(self) -> None:
+    def _dispatch(self, most: int | None = None) -> Any:
+        """most: rows of its output, 0: as many as come; default: as many as there can be."""
         shape, given, buffer = self.shape, self.given, self.buffer
+        ranks, domains, experts, is_in_rank, _ = buffer.get_dispatch_layout(given.topk_idx, shape.num_experts)
+        return buffer.dispatch(
+            given.x if given.scales is None else (given.x, given.scales), num_tokens_per_rank=ranks,
+            num_tokens_per_rdma_rank=domains, is_token_in_rank=is_in_rank, num_tokens_per_expert=experts,
+            topk_idx=given.topk_idx, topk_weights=given.weights,
+            num_worst_tokens=shape.num_ranks * shape.tokens if most is None else most,
+        )  # fmt: skip
+
+    def receive(self) -> Received:
+        rows, ids, weights, _, handle, _ = self._dispatch()
+        return Received(rows, ids=ids, weights=weights, way=handle)
+
+    def send_home(self, rows: torch.Tensor, received: Received) -> torch.Tensor:
+        home: torch.Tensor = self.buffer.combine(rows, received.way)[0]
+        return home
+
+    def check(self) -> None:
+        shape, given, buffer, dispatch = self.shape, self.given, self.buffer, self._dispatch
         fp8 = given.scales is not None
-        x = (given.x, given.scales) if fp8 else given.x
-
-        def dispatch(most: int = shape.num_ranks * shape.tokens) -> Any:
-            ranks, domains, experts, is_in_rank, _ = buffer.get_dispatch_layout(given.topk_idx, shape.num_experts)
-            return buffer.dispatch(
-                x, num_tokens_per_rank=ranks, num_tokens_per_rdma_rank=domains, is_token_in_rank=is_in_rank,
-                num_tokens_per_expert=experts, topk_idx=given.topk_idx, topk_weights=given.weights,
-                num_worst_tokens=most,
-            )  # fmt: skip
-
         received, came, weights, _, handle, _ = dispatch(0)
         sent = torch.cat([self.plain(each) for each in self.all])[self.here(self.every("topk_idx"))]
         plain = dequantized(*received) if fp8 else received

@@ -12,7 +12,7 @@ import torch
 from ..operations import Operations
 from ..workload import Given, Shape
 from ..world import World
-from .interface import Rival, dequantized, require_rows, version_of
+from .interface import Received, Rival, dequantized, require_rows, version_of
 
 ON_CPU = False
 
@@ -36,6 +36,9 @@ class FlashInfer(Rival):
             mapping, max_num_tokens=shape.tokens, top_k=shape.topk, num_experts=shape.num_experts,
             hidden_size=shape.hidden, mnnvl_config=MnnvlConfig(comm_backend=TorchDistBackend()),
         )  # fmt: skip
+        self.ids = self.given.topk_idx.int().contiguous()
+        self.payloads = [*self._sent(self.given), self.ids, self.given.weights.contiguous()]
+        self.home = torch.empty(shape.tokens, shape.hidden, dtype=torch.bfloat16, device=self.device)
 
     def _sent(self, of: Given) -> tuple[torch.Tensor, ...]:
         return (of.x,) if of.scales is None else (of.x, of.scales)
@@ -47,13 +50,30 @@ class FlashInfer(Rival):
         )
         return rows
 
+    def _dispatch(self) -> Any:
+        """With ids of -1 for the rows that do not exist."""
+        return self.exchange.dispatch(
+            self.ids, self.payloads, self.shape.tokens, invalid_token_expert_id=-1,
+            expert_id_payload_index=len(self._sent(self.given)),
+        )  # fmt: skip
+
+    def receive(self) -> Received:
+        rows, came, weights = self._dispatch()
+        ids, first = came.view(-1, self.shape.topk), self.experts.start
+        is_mine = (ids >= first) & (ids < first + self.shape.num_local)
+        rows = rows.view(-1, self.shape.hidden)
+        return Received(rows, ids=torch.where(is_mine, ids - first, -1), weights=weights.view(-1, self.shape.topk))
+
+    def room(self, received: Received) -> torch.Tensor:
+        return self._rows_to_combine().view(-1, self.shape.hidden)
+
+    def send_home(self, rows: torch.Tensor, received: Received) -> torch.Tensor:
+        self.exchange.combine(self._rows_to_combine(), self.shape.tokens, payload_in_workspace=True, output=self.home)
+        return self.home
+
     def check(self) -> None:
-        shape, ids = self.shape, self.given.topk_idx.int().contiguous()
-        sent, ranks = self._sent(self.given), self.world.num_ranks
-        payloads = [*sent, ids, self.given.weights.contiguous()]
-        rows, *scales, came, weights = self.exchange.dispatch(
-            ids, payloads, shape.tokens, invalid_token_expert_id=-1, expert_id_payload_index=len(sent)
-        )
+        shape, ranks = self.shape, self.world.num_ranks
+        rows, *scales, came, weights = self._dispatch()
         came, weights = came.view(ranks, shape.tokens, -1), weights.view(ranks, shape.tokens, -1)
         back = self._rows_to_combine()
         self.world.synchronize()
@@ -67,14 +87,13 @@ class FlashInfer(Rival):
             if scales:
                 plain = dequantized(plain, scales[0].view(ranks, shape.tokens, -1)[source])
             back[source].copy_(torch.where(is_row[:, None], plain * applied[:, None], 0).bfloat16())
-        home = torch.empty(shape.tokens, shape.hidden, dtype=torch.bfloat16, device=self.device)
-        self.exchange.combine(back, shape.tokens, payload_in_workspace=True, output=home)
+        self.exchange.combine(back, shape.tokens, payload_in_workspace=True, output=self.home)
         self.world.synchronize()
-        self.require_sum(home)
+        self.require_sum(self.home)
 
         def pair() -> None:
-            self.exchange.dispatch(ids, payloads, shape.tokens)
-            self.exchange.combine(self._rows_to_combine(), shape.tokens, payload_in_workspace=True, output=home)
+            self.exchange.dispatch(self.ids, self.payloads, shape.tokens)
+            self.exchange.combine(self._rows_to_combine(), shape.tokens, payload_in_workspace=True, output=self.home)
 
         self.ways[None] = Operations({"pair": pair})
 

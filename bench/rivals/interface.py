@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +14,23 @@ from ..workload import Given, Shape
 from ..world import World
 
 _FP8_MAX, GROUP = 448.0, 128
+
+
+@dataclass
+class Received:
+    """What a dispatch has brought, as the system has it: by expert with ``counts``, or by token with ``ids``.
+
+    Attributes:
+        rows: [L, C, H] by expert, weighted where they go home, or [N, H] by token, which the caller weights and adds.
+        counts: int32 [L] rows of each expert. ids: [N, K] of this rank's experts from 0; -1 for others, and for rows
+            that do not exist. weights: float32 [N, K]. way: whatever its combine needs.
+    """
+
+    rows: Tensor
+    counts: Tensor | None = None
+    ids: Tensor | None = None
+    weights: Tensor | None = None
+    way: Any = None
 
 
 class Rival:
@@ -48,6 +67,20 @@ class Rival:
 
     def close(self) -> None:
         """Frees what it holds. Collective."""
+
+    # ---- Its calls as the exchange of a layer, of bf16, after ``check``: examples/overlapped_moe/others.py
+
+    def receive(self) -> Received:
+        """A dispatch of this rank's tokens. Nothing waits for the GPU."""
+        raise NotImplementedError
+
+    def room(self, received: Received) -> Tensor:
+        """Where rows to send home are written, as ``Received.rows`` lie."""
+        return torch.empty_like(received.rows)
+
+    def send_home(self, rows: Tensor, received: Received) -> Tensor:
+        """A combine of rows in ``room``: [T, H]."""
+        raise NotImplementedError
 
     # ---- What came
 

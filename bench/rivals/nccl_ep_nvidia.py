@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from ..operations import Operations, chained
+from ..operations import Call, Operations, chained
 from ..workload import Given, Shape
 from ..world import World
-from .interface import Rival, dequantized, require_rows, version_of
+from .interface import Received, Rival, dequantized, require_rows, version_of
 
 ON_CPU = False
 _LAYOUTS = {"ll": ("expert_major", "rank_major"), "ht": ("flat",)}
@@ -33,6 +33,14 @@ def _stream() -> int:
 class _NcclEp(Rival):
     group: Any
     handle: Any
+    # Of ``check``:
+    run_dispatch: Call
+    run_combine: Call
+    rows: torch.Tensor
+    back: torch.Tensor
+    home: torch.Tensor
+    weights: torch.Tensor
+    received_ids: torch.Tensor  # [.., K]
 
     def __init__(self, world: World, shape: Shape, inputs: list[Given]) -> None:
         from nccl import ep
@@ -69,6 +77,19 @@ class _NcclEp(Rival):
         applied = torch.where(ids >= 0, weights * self.factors()[self.experts.start :][ids.clamp(min=0).long()], 0)
         return (plain.float() * applied.sum(1, keepdim=True)).to(_BF16)
 
+    def room(self, received: Received) -> torch.Tensor:
+        return self.back.view(received.rows.shape)
+
+    def send_home(self, rows: torch.Tensor, received: Received) -> torch.Tensor:
+        self.run_combine()
+        return self.home
+
+    def by_token(self, exists: torch.Tensor) -> Received:
+        """exists: bool, of each row; the others have ids of an earlier dispatch."""
+        hidden, topk = self.shape.hidden, self.shape.topk
+        ids = torch.where(exists.view(-1, 1), self.received_ids.view(-1, topk), -1)
+        return Received(self.rows.view(-1, hidden), ids=ids, weights=self.weights.view(-1, topk))
+
     def close(self) -> None:
         self.ways.clear()
         self.world.synchronize()
@@ -85,6 +106,12 @@ class LowLatency(_NcclEp):
         by_expert = shape.layout == "expert_major"
         layout = self.ep.Layout.EXPERT_MAJOR if by_expert else self.ep.Layout.RANK_MAJOR
         self.handle = self.group.create_handle(layout, self.ids, stream=_stream())
+
+    def receive(self) -> Received:
+        self.run_dispatch()
+        if self.shape.layout == "expert_major":
+            return Received(self.rows, counts=self.counts)
+        return self.by_token(torch.arange(self.shape.tokens, device=self.device) < self.counts[:, None])
 
     def check(self) -> None:
         shape, ep, fp8 = self.shape, self.ep, self.shape.quant is not None
@@ -135,6 +162,8 @@ class LowLatency(_NcclEp):
         combine()
         self.world.synchronize()
         self.require_sum(home)
+        self.rows, self.counts, self.back, self.home = rows, counts, back, home
+        self.received_ids, self.weights, self.run_dispatch, self.run_combine = ids, weights, dispatch, combine
         self.ways[None] = Operations({"pair": chained(dispatch, combine)})
 
 
@@ -156,6 +185,10 @@ class HighThroughput(_NcclEp):
             ep.LayoutInfo(expert_counters=self._tensor(counts), recv_total_counter=self._tensor(self.total))
         )
         self.handle = self.group.create_handle(ep.Layout.FLAT, self.ids, layout_info=self.info, stream=_stream())
+
+    def receive(self) -> Received:
+        self.run_dispatch()
+        return self.by_token(torch.arange(self.most, device=self.device) < self.total)
 
     def _window(self, *sizes: int, dtype: torch.dtype) -> tuple[torch.Tensor, Any]:
         import nccl.core
@@ -216,6 +249,8 @@ class HighThroughput(_NcclEp):
         combine()
         self.world.synchronize()
         self.require_sum(home)
+        self.rows, self.back, self.home, self.received_ids, self.weights = rows, back, home, ids, weights
+        self.run_dispatch, self.run_combine = dispatch, combine
         calls = {"dispatch": dispatch, "cached": cached, "combine": combine, "pair": chained(dispatch, combine)}
         self.ways[None] = Operations(calls)
 
