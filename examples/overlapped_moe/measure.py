@@ -1,11 +1,13 @@
 """Times of a layer whose experts begin while rows come, forward and backward, beside its parts and the same kernels one
 behind the other.
 
-    torchrun --nproc-per-node 2 examples/overlapped_moe/measure.py --json layer.json --variants plain,sorts+group+tma
+    torchrun --nproc-per-node 2 examples/overlapped_moe/measure.py --json layer.json --variants plain,sorts+group+tma \\
+        --others flashinfer,deepep_v1,nccl_ep_nvidia,flashinfer_fused,liger_fused --trace time_line
 
 Checks that both ways give the same bits, and that they are close to torch's. Milliseconds: the median over repetitions
-of the slowest rank's. --trace writes time lines of a forward and a backward pass for Perfetto. A variant is "plain", or
-some of these with "+" between them:
+of the slowest rank's. --others adds the layer over the calls of other libraries and by fused kernels (others.py), and
+one table has all of it. --trace writes time lines of a forward and a backward pass: for Perfetto, and as a picture
+(time_line.py). A variant is "plain", or some of these with "+" between them:
 
     sorts, signals   as MoeLayer has them
     group            four blocks share the columns of the weights that are read
@@ -19,7 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Callable
+import sys
 from typing import Any
 
 import torch
@@ -29,9 +31,9 @@ import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
 import nccl_ep
-from examples.moe_lm.baseline import AllToAll
-from examples.moe_lm.experts import Experts as TorchExperts
+from examples.overlapped_moe import by_torch, others, table, time_line
 from examples.overlapped_moe.experts import Experts
+from examples.overlapped_moe.inputs import Inputs, Shape
 from examples.overlapped_moe.layer import MoeLayer
 from examples.overlapped_moe.measure_backward import BackwardPass, gradients_by_torch
 from examples.overlapped_moe.timing import timed
@@ -58,40 +60,47 @@ def note_arrivals(state, times, blocks, timeout_ns):
         tl.store(times + 1 + place, now)
 
 
+def names_of(variant: str) -> list[str]:
+    names = [] if variant == "plain" else variant.split("+")
+    if unknown := set(names) - set(VARIANTS):
+        raise SystemExit(f"{variant}: {unknown} is none of {VARIANTS}")
+    return names
+
+
+def how_of(variant: str) -> dict[str, Any]:
+    """Of ``gemm.GroupedGemms``."""
+    names = names_of(variant)
+    return {"group": 4 if "group" in names else 1, "tma": "tma" in names, "stages": 3 if "stages3" in names else 4}
+
+
 class Point:
     """One shape: inputs, buffer, experts, and what is timed."""
 
-    def __init__(self, args: argparse.Namespace, text: str) -> None:
-        mode: Any
-        mode, *sizes = text.split(":")
-        hidden, tokens, block, num_sms = map(int, sizes + ["128", "16"][len(sizes) - 2 :])
+    def __init__(self, args: argparse.Namespace, shape: Shape) -> None:
+        mode: Any = shape.mode
+        hidden, tokens = shape.hidden, shape.tokens
         self.args, self.hidden, self.tokens, self.mode = args, hidden, tokens, mode
-        self.block, self.num_sms = block, num_sms
+        self.block, self.num_sms = shape.block, shape.num_sms
         rank, ranks = dist.get_rank(), dist.get_world_size()
         self.local = args.experts // ranks
-        self.rows = tokens * args.topk * 5 // 4 + self.local * block
+        self.rows = shape.capacity(ranks)
         self.buffer = nccl_ep.Buffer.for_shapes(
             dist.group.WORLD, max_tokens=tokens, hidden=hidden, topk=args.topk, num_experts=args.experts, mode=mode,
             timeout=20.0, late_weights=mode == "ll",
             **({"arena_bytes": 4 * self.rows * hidden * 2} if mode == "ht" else {}),
         )  # fmt: skip
-        draw = torch.Generator("cuda").manual_seed(100 + rank)
-        self.x = torch.randn(tokens, hidden, generator=draw, device="cuda", dtype=torch.bfloat16)
-        scores = torch.rand(tokens, args.experts, generator=draw, device="cuda")
-        self.weights, self.ids = scores.softmax(-1).topk(args.topk)
+        self.inputs = Inputs.random(shape, rank, "cuda")
+        self.x, self.ids, self.weights = self.inputs.x, self.inputs.ids, self.inputs.weights
         self.experts = Experts.random(self.local, hidden, args.inner, "cuda", seed=rank)
         self.use("plain")
         out = self.dispatch(0)
         assert int(out.overflow) == 0
         self.by_torch = nccl_ep.combine(self.torch_gemms(out, self.experts), out.handle)
-        self.gradient = torch.randn(tokens, hidden, generator=draw, device="cuda", dtype=torch.bfloat16)
+        self.gradient = torch.randn(tokens, hidden, generator=self.inputs.draw, device="cuda", dtype=torch.bfloat16)
 
     def use(self, variant: str) -> None:
-        names = [] if variant == "plain" else variant.split("+")
-        if unknown := set(names) - set(VARIANTS):
-            raise SystemExit(f"{variant}: {unknown} is none of {VARIANTS}")
+        names, how = names_of(variant), how_of(variant)
         self.is_fp8 = "fp8" in names
-        how = {"group": 4 if "group" in names else 1, "tma": "tma" in names, "stages": 3 if "stages3" in names else 4}
         self.layer = MoeLayer(
             self.buffer, self.experts.in_fp8() if self.is_fp8 else self.experts, num_experts=self.args.experts,
             max_tokens=self.tokens, topk=self.args.topk, mode=self.mode, num_sms=self.num_sms,
@@ -124,25 +133,16 @@ class Point:
         gemms.second(gemms.num_sms)
 
     def torch_gemms(self, out: nccl_ep.DispatchOutput, experts: Experts) -> torch.Tensor:
-        """expert_major rows: the same products by a batched GEMM, which multiplies rows that do not exist, too."""
-        w13, w2 = experts.w13.transpose(1, 2), experts.w2.transpose(1, 2)
+        """expert_major rows: the same products by a batched GEMM."""
         if out.offsets is None:
-            gate, up = torch.bmm(out.x, w13).chunk(2, -1)
-            return torch.bmm(torch.nn.functional.silu(gate) * up, w2)
-        ends = out.offsets[1:].contiguous()
-        gate, up = torch._grouped_mm(out.x, w13, offs=ends).chunk(2, -1)
-        return torch._grouped_mm(torch.nn.functional.silu(gate) * up, w2, offs=ends)
+            return by_torch.batched(out.x, experts)
+        return by_torch.grouped(out.x, out.offsets[1:].contiguous(), experts)
 
-    @torch.no_grad()
-    def torch_layer(self) -> Callable[[], torch.Tensor]:
-        """all_to_all_single and torch's grouped GEMMs."""
-        with torch.device("meta"):
-            experts = TorchExperts(self.local, self.hidden, self.args.inner)
-        experts.grouped_mm = True
-        experts.up = torch.nn.Parameter(self.experts.w13.transpose(1, 2), requires_grad=False)
-        experts.down = torch.nn.Parameter(self.experts.w2.transpose(1, 2), requires_grad=False)
-        exchange = AllToAll(dist.group.WORLD, self.args.experts)
-        return lambda: exchange(self.x, self.ids, self.weights, experts)
+    def one_behind_by_torch(self) -> torch.Tensor:
+        """This library's calls and torch's GEMMs, one step behind the other."""
+        out = self.dispatch(0)
+        rows = self.torch_gemms(out, self.experts)
+        return nccl_ep.combine(rows, out.handle, weights="dispatch" if self.mode == "ht" else self.weights)
 
     def arrival_times(self) -> list[float]:
         """Microseconds from the call of a dispatch on few SMs until these shares of the blocks have come."""
@@ -193,52 +193,81 @@ class Point:
         return found
 
     def trace(self, variant: str) -> None:
-        """For Perfetto: a call of either way, and its backward pass. Every rank calls, and rank 0 writes."""
+        """A call of either way, and its backward pass. Every rank calls, and rank 0 writes: the traces, a picture, and
+        a small trace of the kernels alone."""
         backward = None if self.is_fp8 else BackwardPass(self.layer, *self.sent())
+        files: list[str] = []
+        point = f"{self.args.trace}_{self.mode}_{self.hidden}_{self.tokens}_{variant}".replace("+", "_")
         activities = torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA
-        for name, overlaps in (("overlapped", True), ("one_behind", False)):
-            dist.barrier()
+        for name, overlaps in (("one_behind", False), ("overlapped", True)):
             with torch.profiler.profile(activities=activities) as profile:
-                with torch.profiler.record_function("forward"):
-                    self.run(overlaps)
-                if backward is not None:
-                    with torch.profiler.record_function("backward"):
-                        backward.run(overlaps)
+                for is_shown in (False, False, True):  # the profiler takes its memory in the first
+                    self.align()
+                    with torch.profiler.record_function("forward" if is_shown else "warm-up"):
+                        self.run(overlaps)
+                    self.align()
+                    if backward is not None:
+                        with torch.profiler.record_function("backward" if is_shown else "warm-up"):
+                            backward.run(overlaps)
                 torch.cuda.synchronize()
             if dist.get_rank() == 0:
-                point = f"{self.mode}_{self.hidden}_{self.tokens}_{variant}".replace("+", "_")
-                profile.export_chrome_trace(f"{self.args.trace}_{point}_{name}.json.gz")
+                files.append(f"{point}_{name}.json.gz")
+                profile.export_chrome_trace(files[-1])
+        if files:
+            what = table.title((self.mode, self.hidden, self.tokens))
+            time_line.make(files[0], files[1], f"{point}.svg", title=f"{what}: {variant}")
+
+    def align(self) -> None:
+        dist.barrier()
+        torch.cuda.synchronize()
 
     def measure_torch(self) -> dict[str, float]:
-        out, found = self.dispatch(0), {}
-        found["torch_gemms_ms"] = timed(lambda: self.torch_gemms(out, self.experts), self.args.repetitions)
-        if self.mode == "ht":
-            found["torch_layer_ms"] = timed(self.torch_layer(), self.args.repetitions)
-        return found
+        out, repetitions = self.dispatch(0), self.args.repetitions
+        layer = by_torch.layer(self.inputs, self.experts, self.args.experts)
+        return {
+            "torch_gemms_ms": timed(lambda: self.torch_gemms(out, self.experts), repetitions),
+            "one_behind_by_torch_ms": timed(self.one_behind_by_torch, repetitions),
+            "torch_layer_ms": timed(layer, repetitions),
+        }
 
 
-def main() -> None:
+def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", default="layer.json")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--json", default="layer.json")
+    add(
         "--points", default="ht:4096:4096,ht:7168:4096,ht:7168:8192,ll:7168:128",
         help="mode:H:tokens of a rank, then rows of a block (128) and SMs of a dispatch beside a GEMM (16)",
     )  # fmt: skip
-    parser.add_argument("--variants", default="plain", help="of each point, separated by commas")
-    parser.add_argument("--trace", help="files of traces begin so")
-    parser.add_argument("--inner", type=int, default=2048)
-    parser.add_argument("--topk", type=int, default=8)
-    parser.add_argument("--experts", type=int, default=256)
-    parser.add_argument("--repetitions", type=int, default=10)
-    args = parser.parse_args()
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
+    add("--variants", default="plain", help="of each point, separated by commas")
+    add("--trace", help="files of time lines begin so")
+    add("--inner", type=int, default=2048)
+    add("--topk", type=int, default=8)
+    add("--experts", type=int, default=256)
+    add("--repetitions", type=int, default=10)
+    add("--others", type=others.names, default=[], help=f"separated by commas, of {', '.join(others.NAMES)}")
+    add("--only-others", action="store_true", help="nothing of this library")
+    add(
+        "--preload", action="append", default=[], metavar="SYSTEM=FILE",
+        help="a library that the processes of one of --others load first, such as a newer NCCL; may be repeated",
+    )  # fmt: skip
+    add("--limit", type=float, default=240.0, help="seconds that each of --others has")
+    args = parser.parse_args(argv)
+    args.shapes = [Shape.parse(each, args.inner, args.topk, args.experts) for each in args.points.split(",")]
+    args.preload = others.preloads(args.preload, args.others)
+    for variant in args.variants.split(","):
+        names_of(variant)
+    return args
+
+
+def measure_points(args: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
+    """Of this library and torch; whether all of it was right."""
     results, right = [], True
-    for text in args.points.split(","):
-        point = Point(args, text)
-        by_torch = point.measure_torch()
+    for shape in args.shapes:
+        point = Point(args, shape)
+        torchs = point.measure_torch()
         for variant in args.variants.split(","):
-            found = point.measure(variant) | by_torch
+            found = point.measure(variant) | torchs
             right = right and found["same_bits"] and not found["failed"]
             right = right and found["relative_error_to_torch"] < found["most_error"]
             right = right and found.get("backward_same_bits", True)
@@ -246,17 +275,49 @@ def main() -> None:
             results.append(found)
             if dist.get_rank() == 0:
                 print(json.dumps(found), flush=True)
-                with open(args.json, "w") as file:
-                    json.dump(
-                        {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "points": results}, file
-                    )
+                save(args, results, [])
         point.buffer.destroy()
         del point
         torch.cuda.empty_cache()
-    dist.destroy_process_group()
+    return results, right
+
+
+def save(args: argparse.Namespace, points: list[dict[str, Any]], found: list[dict[str, Any]]) -> None:
+    results = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "points": points, "others": found}
+    with open(args.json, "w") as file:
+        json.dump(results, file)
+    if found:
+        print("\n".join(table.lines(results)), flush=True)
+
+
+def others_argv(args: argparse.Namespace) -> list[str]:
+    """Of others.py: the same points, and each way of the GEMM that a variant of BF16 has."""
+    hows = {}
+    for variant in args.variants.split(","):
+        if "fp8" not in names_of(variant):
+            ways = [each for each in names_of(variant) if each in ("group", "tma", "stages3")]
+            hows["+".join(["triton", *ways])] = how_of(variant)
+    argv = ["--points", args.points, "--hows", json.dumps(hows)]
+    for name in ("inner", "topk", "experts", "repetitions"):
+        argv += [f"--{name}", str(getattr(args, name))]
+    return argv
+
+
+def main(argv: list[str]) -> None:
+    args = parse(argv)
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    points: list[dict[str, Any]] = []
+    right = True
+    if not args.only_others:
+        dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
+        points, right = measure_points(args)
+        dist.destroy_process_group()
+    if rank == 0 and args.others:  # the GPUs are theirs now
+        save(args, points, others.measure(ranks, args.others, args.preload, args.limit, others_argv(args)))
     if not right:
         raise SystemExit("the bits differ, or are far from torch's")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -1,28 +1,40 @@
-"""How long calls of all ranks take on GPUs."""
+"""How long calls of all ranks take."""
 
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
 
-def timed(call: Callable[[], object], repetitions: int) -> float:
-    """Milliseconds: the median over repetitions of the slowest rank's."""
+def timed(call: Callable[[], object], repetitions: int, device: str = "cuda") -> float:
+    """Milliseconds: the median over repetitions of the slowest rank's. On CPU ranks those of the clock on the wall."""
     for _ in range(3):
         call()
+    once = _on_gpu if device == "cuda" else _on_host
     times = []
     for _ in range(repetitions):
         dist.barrier()
-        torch.cuda.synchronize()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        slowest = torch.tensor([begin.elapsed_time(end)], device="cuda")
+        slowest = torch.tensor([once(call)], device=device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         times.append(float(slowest))
     return statistics.median(times)
+
+
+def _on_gpu(call: Callable[[], object]) -> float:
+    torch.cuda.synchronize()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    begin.record()
+    call()
+    end.record()
+    torch.cuda.synchronize()
+    return float(begin.elapsed_time(end))
+
+
+def _on_host(call: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    call()
+    return (time.perf_counter() - begin) * 1e3
