@@ -12,6 +12,7 @@ import argparse
 import gzip
 import importlib.util
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ GRADIENTS, OTHER, WAIT = "weights' gradients", "other", "waits"
 KINDS = (DISPATCH, FIRST, SECOND, COMBINE, GRADIENTS, OTHER)
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
+_WEIGHTS_HOME = re.compile(r"\bep::.*scalars")  # combine_weights of low latency
 _LEAST_WAIT = 2.0  # us between two bars of a lane
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -78,6 +80,8 @@ def _kind(event: Event, last_gemm: Event | None) -> str:
         return GRADIENTS
     if _is_gemm(event):
         return SECOND if event is last_gemm else FIRST
+    if _WEIGHTS_HOME.search(name):
+        return COMBINE
     kind = kind_of(name)
     if kind == "other" and name.startswith("nccl_ep::"):  # CPU ranks
         kind = next((each for each in (DISPATCH, COMBINE) if each in name), kind)
@@ -137,7 +141,7 @@ def small_trace(found: dict[str, dict[str, list[Bar]]]) -> list[Event]:
 
 # ---- The picture
 
-_LEFT, _RIGHT, _LANE = 178, 66, 22
+_LEFT, _RIGHT, _LANE = 190, 66, 22
 
 
 def _pictures() -> Any:
