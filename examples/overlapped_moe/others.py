@@ -36,8 +36,7 @@ from examples.overlapped_moe.timing import timed
 from nccl_ep.doctor.ranks import Launcher
 
 EXCHANGES = tuple(each for each in rivals.NAMES if each not in ("nccl_ep", "torch_all_to_all"))
-NAMES = (*EXCHANGES, *fused.NAMES)
-MOST_ERROR = 0.02  # the largest difference to torch's layer, of its largest value
+NAMES = (*EXCHANGES, *fused.KERNELS)
 TIMEOUT = 30.0
 Found = dict[str, Any]
 Call = Callable[[], torch.Tensor]
@@ -145,7 +144,7 @@ class _Rank:
             Path(self.args.json).write_text(json.dumps(self.found))
 
     def layouts(self, shape: Shape) -> tuple[str, ...]:
-        if self.args.system in fused.NAMES:
+        if self.args.system in fused.KERNELS:
             return ("fused",)
         layouts: tuple[str, ...] = module_of(self.args.system).layouts(shape.mode, "bf16")
         return layouts
@@ -158,9 +157,10 @@ class _Rank:
         if layout == "fused":
             points = self.args.points
             largest = replace(shape, tokens=max(p.tokens for p in points), hidden=max(p.hidden for p in points))
-            kernel = world.together(lambda: installed(lambda: fused.make(self.args.system, shape, largest, experts)))
-            call: Call = lambda: kernel(inputs[rank])  # noqa: E731
-            self.time(call, wanted, common | {"version": kernel.version, "gemm": "its own"})
+            make = fused.KERNELS[self.args.system]
+            kernel = world.together(lambda: installed(lambda: make(shape, largest, experts, inputs[rank])))
+            self.time(kernel, wanted, common | {"version": kernel.version, "gemm": "its own"}, kernel.most_error)
+            world.together(world.synchronize)
             world.together(kernel.close)
             return
         mode: Any = shape.mode
@@ -179,9 +179,9 @@ class _Rank:
         finally:
             world.together(rival.close)
 
-    def time(self, call: Call, wanted: torch.Tensor, common: Found) -> None:
+    def time(self, call: Call, wanted: torch.Tensor, common: Found, most_error: float = fused.BF16_ERROR) -> None:
         errors = self.world.agree(lambda: distance(call(), wanted))
-        if not max(errors) < MOST_ERROR:
+        if not max(errors) < most_error:
             self.note(common | {"skipped": f"it differs by {max(errors):.3g} from torch's layer"})
             return
         ms = self.world.together(lambda: timed(call, self.args.repetitions, self.device))
@@ -233,7 +233,7 @@ def measure(
     found: list[Found] = []
     with tempfile.TemporaryDirectory() as folder:
         for system in systems:
-            if device == "cpu" and (system in fused.NAMES or not module_of(system).ON_CPU):
+            if device == "cpu" and (system in fused.KERNELS or not module_of(system).ON_CPU):
                 found.append({"system": system, "skipped": "needs GPUs"})
                 continue
             path = Path(folder) / "found.json"
