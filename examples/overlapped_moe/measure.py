@@ -214,8 +214,11 @@ class Point:
                 files.append(f"{point}_{name}.json.gz")
                 profile.export_chrome_trace(files[-1])
         if files:
-            what = table.title((self.mode, self.hidden, self.tokens))
-            time_line.make(files[0], files[1], f"{point}.svg", title=f"{what}: {variant}")
+            what = table.title_of((self.mode, self.hidden, self.tokens))
+            try:
+                time_line.make(files[0], files[1], f"{point}.svg", title=f"{what}: {variant}")
+            except ValueError as error:
+                print(f"no picture: {error}", flush=True)  # the times are worth more
 
     def align(self) -> None:
         dist.barrier()
@@ -283,11 +286,12 @@ def measure_points(args: argparse.Namespace) -> tuple[list[dict[str, Any]], bool
 
 
 def save(args: argparse.Namespace, points: list[dict[str, Any]], found: list[dict[str, Any]]) -> None:
-    results = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "points": points, "others": found}
+    results = {
+        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "ranks": int(os.environ["WORLD_SIZE"]),
+        "topk": args.topk, "experts": args.experts, "points": points, "others": found,
+    }  # fmt: skip
     with open(args.json, "w") as file:
         json.dump(results, file)
-    if found:
-        print("\n".join(table.lines(results)), flush=True)
 
 
 def others_argv(args: argparse.Namespace) -> list[str]:
@@ -313,8 +317,10 @@ def main(argv: list[str]) -> None:
         dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
         points, right = measure_points(args)
         dist.destroy_process_group()
-    if rank == 0 and args.others:  # the GPUs are theirs now
+    if rank == 0:  # the GPUs are the others' now
         save(args, points, others.measure(ranks, args.others, args.preload, args.limit, others_argv(args)))
+        with open(args.json) as file:
+            print("\n".join(table.lines(json.load(file))), flush=True)
     if not right:
         raise SystemExit("the bits differ, or are far from torch's")
 

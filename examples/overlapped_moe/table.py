@@ -1,12 +1,17 @@
-"""One table of all that measure.py has found: python -m examples.overlapped_moe.table layer.json"""
+"""One table of all that measure.py has found, and records of it:
+
+python -m examples.overlapped_moe.table layer.json --records records.json
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from bench import records
 from bench.rivals.table import TITLES
 
 FUSED = {
@@ -24,7 +29,7 @@ def point_of(found: Found) -> Point:
     return found["mode"], found["hidden"], found["tokens"]
 
 
-def title(point: Point) -> str:
+def title_of(point: Point) -> str:
     mode, hidden, tokens = point
     return f"{mode.upper()}, {tokens:,} tokens, hidden {hidden}"
 
@@ -55,17 +60,20 @@ def other_rows(others: list[Found]) -> dict[str, Values]:
     for each in others:
         if "layer_ms" not in each:
             continue
-        system, layout = each["system"], each["layout"]
-        if system in FUSED:
-            name, gemm = FUSED[system].format(each["version"]), ""
-        else:
-            form = f"{layout.replace('_', '-')} rows" + (", sorted by the caller" if layout in _SORTED else "")
-            name = TITLES.get(system, system + " {}").format(each["version"]).split(", rank-major")[0] + f", {form}"
-            gemm = f" ({each['gemm']})"
-        values, point = rows.setdefault(name, {}), point_of(each)
+        values, point = rows.setdefault(named(each), {}), point_of(each)
+        gemm = "" if each["system"] in FUSED else f" ({each['gemm']})"
         if point not in values or each["layer_ms"] < values[point][0]:
             values[point] = each["layer_ms"], gemm
     return rows
+
+
+def named(other: Found) -> str:
+    system, layout, version = other["system"], other["layout"], other.get("version", "")
+    if system in FUSED:
+        return FUSED[system].format(version)
+    form = f"{layout.replace('_', '-')} rows" + (", sorted by the caller" if layout in _SORTED else "")
+    title: str = TITLES.get(system, system + " {}").format(version)
+    return title.split(", rank-major")[0] + f", {form}"
 
 
 def lines(results: Found) -> list[str]:
@@ -77,7 +85,7 @@ def lines(results: Found) -> list[str]:
     for name, values in rows.items():
         for point, (ms, _) in values.items():
             least[point, is_fp8(name)] = min(ms, least.get((point, is_fp8(name)), ms))
-    made = ["| ms | " + " | ".join(map(title, points)) + " |", "|---|" + "---|" * len(points)]
+    made = ["| ms | " + " | ".join(map(title_of, points)) + " |", "|---|" + "---|" * len(points)]
     for name, values in rows.items():
         cells = []
         for point in points:
@@ -90,7 +98,7 @@ def lines(results: Found) -> list[str]:
     reasons: dict[str, list[str]] = {}
     for each in others:
         if "skipped" in each:
-            where = f"{title(point_of(each))}, {each['layout']}" if "mode" in each else ""
+            where = f"{title_of(point_of(each))}, {each['layout']}" if "mode" in each else ""
             where += f", GEMM {each['gemm']}" if "gemm" in each else ""
             reasons.setdefault(f"{each['system']}: {each['skipped']}", []).append(where)
     made.append("")
@@ -100,5 +108,38 @@ def lines(results: Found) -> list[str]:
     return made
 
 
+def records_of(results: Found, revision: str, date: str) -> Iterator[records.Record]:
+    """As docs/benchmarks.md has them, in microseconds. A note tells the variant, or the GEMM of another library."""
+    whole = {"bench": "overlapped_moe", "figure": "event", "routing": None, "seed": None, "device": results["gpu"]}
+    whole |= {"revision": revision, "date": date} | {each: results[each] for each in ("ranks", "topk", "experts")}
+    for each in results["points"]:
+        common = whole | {name: each[name] for name in ("mode", "tokens", "hidden", "num_sms")} | {
+            "api": "native", "dtype": "fp8" if is_fp8(each["variant"]) else "bf16", "alignment": each["rows_per_block"],
+            "layout": "packed" if each["mode"] == "ht" else "expert_major",
+        } | ({} if each["variant"] == "plain" else {"note": each["variant"]})  # fmt: skip
+        for key, ms in each.items():
+            if key.endswith("_ms"):
+                op = key.removesuffix("_ms")
+                system = "torch" if op.startswith("torch_") else "nccl_ep"
+                yield records.make(common, system=system, op=op, value=round(ms * 1e3, 1))
+    for each in results["others"]:
+        if "mode" not in each:  # not one point of it was begun
+            continue
+        common = whole | {name: each[name] for name in ("system", "mode", "tokens", "hidden", "layout")}
+        common |= {"api": None, "op": "layer", "num_sms": 0, "dtype": "fp8" if is_fp8(named(each)) else "bf16"}
+        common |= {"note": each["gemm"]} if "gemm" in each else {}
+        common |= {"version": each["version"]} if "version" in each else {}
+        ms = each.get("layer_ms")
+        more = {"value": round(ms * 1e3, 1)} if ms is not None else {"value": None, "skipped": each["skipped"]}
+        yield records.make(common, **more)
+
+
 if __name__ == "__main__":
-    print("\n".join(lines(json.loads(Path(sys.argv[1]).read_text()))))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path, help="of measure.py --json")
+    parser.add_argument("--records", type=Path, metavar="FILE", help="for records")
+    options = parser.parse_args()
+    measured = json.loads(options.file.read_text())
+    print("\n".join(lines(measured)))
+    if options.records is not None:
+        records.save(options.records, list(records_of(measured, records.revision(), records.today())))

@@ -27,7 +27,7 @@ DISPATCH, FIRST, SECOND, COMBINE = "dispatch", "first GEMM, SwiGLU", "second GEM
 GRADIENTS, OTHER, WAIT = "weights' gradients", "other", "waits"
 KINDS = (DISPATCH, FIRST, SECOND, COMBINE, GRADIENTS, OTHER)
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
-_LAUNCHES = ("cuda_runtime", "cuda_driver")
+_CALLS = ("cuda_runtime", "cuda_driver")
 _WEIGHTS_HOME = re.compile(r"\bep::.*scalars")  # combine_weights of low latency
 _LEAST_WAIT = 2.0  # us between two bars of a lane
 _ROOT = Path(__file__).resolve().parents[2]
@@ -58,13 +58,12 @@ def _of_pass(events: list[Event], name: str) -> list[Event]:
         return []
     begin, end = ranges[0]["ts"], ranges[0]["ts"] + ranges[0]["dur"]
     inside = [each for each in events if begin <= each["ts"] <= end]
-    if any(each.get("cat") in _ON_GPU for each in events):
-        launched = {each["args"].get("correlation") for each in inside if each.get("cat") in _LAUNCHES}
-        mine = [
-            each
-            for each in events
-            if each.get("cat") in _ON_GPU and each["args"].get("correlation") in launched - {None}
-        ]
+    on_gpu = [each for each in events if each.get("cat") in _ON_GPU]
+    if on_gpu:
+        # Numbers of calls grow. That of a launch which the profiler has left out lies between those of others.
+        calls = [each["args"]["correlation"] for each in inside if each.get("cat") in _CALLS]
+        least, most = min(calls, default=0), max(calls, default=-1)
+        mine = [each for each in on_gpu if least <= each["args"]["correlation"] <= most]
         return sorted(mine, key=lambda each: int(each["args"]["correlation"]))
     kept, reached = [], dict[Any, float]()
     for each in sorted((each for each in inside if each.get("cat") == "cpu_op"), key=lambda e: (e["ts"], -e["dur"])):

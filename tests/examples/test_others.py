@@ -119,6 +119,35 @@ def test_one_table_has_all_of_it() -> None:
     ]
 
 
+def test_records_have_each_figure_and_what_has_none() -> None:
+    own = [each | {"num_sms": 16, "rows_per_block": 128} for each in points()]
+    results = {
+        "gpu": "NVIDIA H200", "ranks": 2, "topk": 8, "experts": 256, "points": own,
+        "others": [
+            other("flashinfer", 9.5, gemm="torch"), other("deep_gemm_fused", 5.5, gemm="its own", layout="fused"),
+            other(LIBRARY, skipped="it differs", gemm="torch"), {"system": "liger_fused", "skipped": "absent: it"},
+        ],
+    }  # fmt: skip
+    made = list(table.records_of(results, "abc", "2026-11-29"))
+    shown = [(r["system"], r["op"], r["mode"], r["value"], r["dtype"], r["layout"], r.get("note")) for r in made]
+    assert shown == [
+        ("nccl_ep", "one_behind_by_torch", "ht", 7900, "bf16", "packed", None),
+        ("torch", "torch_layer", "ht", 13000, "bf16", "packed", None),
+        ("nccl_ep", "overlapped", "ht", 8912, "bf16", "packed", None),
+        ("nccl_ep", "one_behind", "ht", 8600, "bf16", "packed", None),
+        ("nccl_ep", "one_behind_by_torch", "ht", 7900, "bf16", "packed", "sorts+tma"),
+        ("torch", "torch_layer", "ht", 13000, "bf16", "packed", "sorts+tma"),
+        ("nccl_ep", "overlapped", "ht", 8000, "bf16", "packed", "sorts+tma"),
+        ("nccl_ep", "one_behind", "ht", 8500, "bf16", "packed", "sorts+tma"),
+        ("nccl_ep", "overlapped", "ll", 3400, "bf16", "expert_major", None),
+        ("nccl_ep", "one_behind", "ll", 3300, "bf16", "expert_major", None),
+        ("flashinfer", "layer", "ht", 9500, "bf16", "rank_major", "torch"),
+        ("deep_gemm_fused", "layer", "ht", 5500, "fp8", "fused", "its own"),
+        (LIBRARY, "layer", "ht", None, "bf16", "rank_major", "torch"),
+    ]
+    assert made[-1]["skipped"] == "it differs" and made[10]["version"] == "1.2" and made[0]["alignment"] == 128
+
+
 def test_options(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("triton")
     from examples.overlapped_moe import measure

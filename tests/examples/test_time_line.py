@@ -39,8 +39,9 @@ BACKWARD = [(SEND, COMM, 0.0, 400.0), (GEMM, CURRENT, 410.0, 900.0), (GEMM, CURR
 Kernels = list[tuple[str, int, float, float]]
 
 
-def trace(path: Path, **passes: Kernels) -> Path:
-    """As torch 2.11 exports it: ranges and launches of the host, kernels of the GPU with the same correlation."""
+def trace(path: Path, has_driver: bool = True, **passes: Kernels) -> Path:
+    """As torch 2.11 exports it: ranges and launches of the host, kernels of the GPU with the same correlation. Triton
+    launches by the driver."""
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": 0, "tid": 0, "args": {"name": "python3"}, "ts": 1.0},
         {"ph": "i", "name": "Record Window End", "ts": 9e6, "pid": "", "tid": "", "s": "g"},
@@ -52,12 +53,13 @@ def trace(path: Path, **passes: Kernels) -> Path:
         events.append(about | {"cat": "cpu_op", "name": "nccl_ep::ht_dispatch", "ts": host + 2, "dur": 5.0})
         for number, (kernel, stream, begin, length) in enumerate(kernels):
             correlation += 1
-            driver = number % 2 == 0
-            events.append(about | {
-                "cat": "cuda_driver" if driver else "cuda_runtime", "ts": host + 10 * number, "dur": 4.0,
-                "name": "cuLaunchKernelEx" if driver else "cudaLaunchKernel",
-                "args": {"External id": 3, "correlation": correlation},
-            })  # fmt: skip
+            driver = kernel in (GEMM, WEIGHTS)
+            if has_driver or not driver:
+                events.append(about | {
+                    "cat": "cuda_driver" if driver else "cuda_runtime", "ts": host + 10 * number, "dur": 4.0,
+                    "name": "cuLaunchKernelEx" if driver else "cudaLaunchKernelExC",
+                    "args": {"External id": 3, "correlation": correlation},
+                })  # fmt: skip
             events.append({
                 "ph": "X", "cat": "kernel", "name": kernel, "pid": 0, "tid": stream, "ts": gpu + begin, "dur": length,
                 "args": {"External id": 3, "stream": stream, "correlation": correlation, "grid": [132, 1, 1]},
@@ -72,14 +74,16 @@ def kinds(bars: list[time_line.Bar]) -> list[tuple[str, int, float, float]]:
     return [(bar.kind, bar.stream, bar.begin, bar.end) for bar in bars]
 
 
-@pytest.mark.parametrize("name", ["trace.json.gz", "trace.json"])
-def test_bars_are_the_kernels_of_a_pass(tmp_path: Path, name: str) -> None:
-    found = time_line.passes(time_line.load(trace(tmp_path / name, forward=OVERLAPPED, backward=BACKWARD)))
+@pytest.mark.parametrize(("name", "has_driver"), [("trace.json.gz", True), ("trace.json", True), ("trace.json", False)])
+def test_bars_are_the_kernels_of_a_pass(tmp_path: Path, name: str, has_driver: bool) -> None:
+    """Also where the profiler left launches out."""
+    found = time_line.passes(time_line.load(trace(tmp_path / name, has_driver, forward=OVERLAPPED, backward=BACKWARD)))
     assert kinds(found["forward"]) == [
         (DISPATCH, COMM, 0.0, 900.0), (OTHER, CURRENT, 1.0, 3.0), (FIRST, CURRENT, 5.0, 2305.0),
         (FIRST, COMM, 901.0, 2301.0), (SECOND, CURRENT, 2306.0, 3306.0), (COMBINE, COMM, 3310.0, 3690.0),
     ]  # fmt: skip
-    assert [bar.kind for bar in found["backward"]] == [DISPATCH, FIRST, SECOND, GRADIENTS, COMBINE]
+    if has_driver:  # the last launch was one
+        assert [bar.kind for bar in found["backward"]] == [DISPATCH, FIRST, SECOND, GRADIENTS, COMBINE]
     assert list(time_line.passes(time_line.load(trace(tmp_path / name, forward=OVERLAPPED)))) == ["forward"]
 
 
