@@ -230,6 +230,9 @@ def test_a_layer_over_their_calls(library: Any, mode: Any, layout: str, monkeypa
             over = OtherLayer(rival, experts, 4 * T * K, 4, how)
             over.require_room()
             assert distance(over(), wanted) < 0.02
+    received = rival.receive()
+    counts = over.order(received).counts if received.counts is None else received.counts
+    assert counts.tolist() == [int((tokens.local == local).sum()) for local in range(4)]
     short = OtherLayer(rival, experts, 8, 4, None)
     if layout != "expert_major":
         with pytest.raises(AssertionError, match="rows came, and there is room for 8"):
