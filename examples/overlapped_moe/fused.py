@@ -71,7 +71,8 @@ class FlashInfer(Fused):
 
 
 class Liger(Fused):
-    """liger-cute-kernels 0.8.5 with liger-kernel: one persistent kernel, over NVSHMEM. Weights of rows are BF16."""
+    """liger-cute-kernels 0.8.5 with liger-kernel: one persistent kernel, over NVSHMEM. Weights of rows are BF16. Its
+    wheel is of CUDA 12: it needs libcudart.so.12 and nvidia-nvshmem-cu12 3.6.5 beside torch's libraries."""
 
     def make(self) -> None:
         native: Any = importlib.import_module("liger_cute_kernels")
