@@ -218,12 +218,14 @@ def names(text: str) -> list[str]:
 
 
 def preloads(texts: list[str], systems: list[str]) -> dict[str, str]:
-    """SYSTEM=FILE each. SystemExit, with what is wrong."""
-    found = dict(each.partition("=")[::2] for each in texts)
-    for system, file in found.items():
+    """SYSTEM=FILE each: LD_PRELOAD by system. SystemExit, with what is wrong."""
+    found: dict[str, list[str]] = {}
+    for text in texts:
+        system, _, file = text.partition("=")
         if system not in systems or not Path(file).is_file():
-            raise SystemExit(f"--preload {system}={file}: must be one of --others, and a file")
-    return found
+            raise SystemExit(f"--preload {text}: must be one of --others, and a file")
+        found.setdefault(system, []).append(file)
+    return {system: ":".join(files) for system, files in found.items()}
 
 
 def measure(

@@ -160,6 +160,8 @@ def test_options(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     ])  # fmt: skip
     assert args.others == ["flashinfer", "nccl_ep_nvidia", "flashinfer_fused"]
     assert args.preload == {"nccl_ep_nvidia": str(file)}
+    twice = ["--others", "liger_fused", "--preload", f"liger_fused={file}", "--preload", f"liger_fused={file}"]
+    assert measure.parse(twice).preload == {"liger_fused": f"{file}:{file}"}
     assert args.shapes == [
         Shape("ht", 7168, 4096, 2048, 8, 256), Shape("ll", 7168, 128, 2048, 8, 256, 256, 24),
     ]  # fmt: skip
