@@ -96,8 +96,8 @@ class Liger(Fused):
 
 
 class DeepGemm(Fused):
-    """sgl-deep-gemm 0.2.5: FP8 rows and experts, two kernels behind the one that quantises the tokens. nvcc compiles
-    them at their first use."""
+    """sgl-deep-gemm 0.2.0 (0.2.5 needs a newer torch than 2.11): FP8 rows and experts, two kernels behind the one that
+    quantises the tokens. nvcc compiles them at their first use."""
 
     most_error = FP8_ERROR
 

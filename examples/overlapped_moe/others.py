@@ -197,7 +197,8 @@ def installed(make: Callable[[], Any]) -> Any:
     try:
         return make()
     except (ImportError, OSError) as error:
-        raise Skipped(f"absent: {str(error).splitlines()[0]}") from error
+        cause = f" ({error.__cause__})" if error.__cause__ else ""
+        raise Skipped(f"absent: {str(error).splitlines()[0]}{cause}") from error
 
 
 def module_of(system: str) -> Any:
