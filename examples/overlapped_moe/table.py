@@ -1,7 +1,5 @@
-"""One table of all that measure.py has found, and records of it:
-
-python -m examples.overlapped_moe.table layer.json --records records.json
-"""
+"""One table of all that measure.py has found, and records of it: python -m examples.overlapped_moe.table layer.json
+more.json --records records.json"""
 
 from __future__ import annotations
 
@@ -108,6 +106,16 @@ def lines(results: Found) -> list[str]:
     return made
 
 
+def merged(measured: list[Found]) -> Found:
+    """Of several calls. ValueError where these had not the same GPUs and experts."""
+    first = measured[0]
+    for name in ("gpu", "torch", "ranks", "topk", "experts"):
+        if len({each[name] for each in measured}) > 1:
+            raise ValueError(f"{name} is {', '.join(str(each[name]) for each in measured)}: must be the same in all")
+    lists = {name: [found for each in measured for found in each[name]] for name in ("points", "others")}
+    return first | lists
+
+
 def records_of(results: Found, revision: str, date: str) -> Iterator[records.Record]:
     """As docs/benchmarks.md has them, in microseconds. A note tells the variant, or the GEMM of another library."""
     whole = {"bench": "overlapped_moe", "figure": "event", "routing": None, "seed": None, "device": results["gpu"]}
@@ -136,10 +144,10 @@ def records_of(results: Found, revision: str, date: str) -> Iterator[records.Rec
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", type=Path, help="of measure.py --json")
+    parser.add_argument("files", type=Path, nargs="+", help="of measure.py --json, on one machine")
     parser.add_argument("--records", type=Path, metavar="FILE", help="for records")
     options = parser.parse_args()
-    measured = json.loads(options.file.read_text())
+    measured = merged([json.loads(each.read_text()) for each in options.files])
     print("\n".join(lines(measured)))
     if options.records is not None:
         records.save(options.records, list(records_of(measured, records.revision(), records.today())))

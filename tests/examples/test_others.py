@@ -148,6 +148,19 @@ def test_records_have_each_figure_and_what_has_none() -> None:
     assert made[-1]["skipped"] == "it differs" and made[10]["version"] == "1.2" and made[0]["alignment"] == 128
 
 
+def test_files_of_several_calls_make_one_table() -> None:
+    common = {"gpu": "H200", "torch": "2.11", "ranks": 2, "topk": 8, "experts": 256}
+    one = common | {"points": points(), "others": [other("flashinfer", 9.5, gemm="torch")]}
+    more = common | {"points": [], "others": [other("liger_fused", 7.0, gemm="its own", layout="fused")]}
+    made = table.lines(table.merged([one, more]))
+    assert "| nccl_ep, overlapped | 8.91 | 3.40 |" in made
+    assert "| liger-cute-kernels 1.2, one kernel, BF16 | **7.00** | |" in made and any(
+        "9.50 (torch)" in e for e in made
+    )
+    with pytest.raises(ValueError, match="ranks is 2, 4: must be the same in all"):
+        table.merged([one, more | {"ranks": 4}])
+
+
 def test_options(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("triton")
     from examples.overlapped_moe import measure
