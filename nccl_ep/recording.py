@@ -16,7 +16,7 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -33,8 +33,7 @@ FORMAT = 1  # changes with the lines of a file
 _recorder: _Recorder | None = None
 
 
-@contextlib.contextmanager
-def record(path: str | os.PathLike[str]) -> Iterator[None]:
+def record(path: str | os.PathLike[str]) -> _Recording:
     """Records the operations of this process, in a ``with`` block: docs/report.md.
 
     ``NCCL_EP_RECORD=path`` in the environment records from the import of nccl_ep to the end of the process. So it does
@@ -52,14 +51,35 @@ def record(path: str | os.PathLike[str]) -> Iterator[None]:
         raise TypeError(f"path is {described(path)}, must be that of a folder")
     if not os.fspath(path):
         raise ValueError(f"path is {path!r}, must be that of a folder")
-    _start(Path(path))
-    atexit.register(_stop)  # where the program ends, and not the block
-    try:
-        yield
-    finally:
+    return _Recording(Path(path))
+
+
+class _Recording(contextlib.ContextDecorator):
+    """What ``record`` returns: nothing is recorded before it is entered, and one that never is says so."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._is_used = folder, False
+
+    def __call__(self, function: Any) -> Any:
+        self._is_used = True
+        return super().__call__(function)
+
+    def __enter__(self) -> None:
+        self._is_used = True
+        _start(self._folder)
+        atexit.register(_stop)  # where the program ends, and not the block
+
+    def __exit__(self, *_: object) -> None:
         if _recorder is not None:
             atexit.unregister(_stop)
             _stop()
+
+    def __del__(self) -> None:
+        if not self._is_used:
+            logger.warning(
+                "nccl_ep.record(%r) alone records nothing: write 'with' in front; NCCL_EP_RECORD records a process",
+                str(self._folder),
+            )
 
 
 def set_up() -> None:
@@ -98,6 +118,8 @@ def _start(folder: Path) -> None:
     global _recorder
     if _recorder is not None and _recorder.is_of_this_process():
         raise UsageError(f"this process records into {_recorder.folder} already")
+    if folder.exists() and not folder.is_dir():
+        raise FileExistsError(f"{folder} is a file, must be a folder")
     folder.mkdir(parents=True, exist_ok=True)
     if not os.access(folder, os.W_OK):
         raise PermissionError(f"no file can be written into {folder}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -416,6 +417,32 @@ def test_a_fork_of_a_recorded_process_may_record_for_itself(tmp_path: Path) -> N
 def test_what_is_no_folder_is_named(path: Any) -> None:
     with pytest.raises((TypeError, ValueError), match=r"path is .*, must be that of a folder"), nccl_ep.record(path):
         pass
+
+
+def test_a_file_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    text = f"^{tmp_path}/file is a file, must be a folder$"
+    with pytest.raises(FileExistsError, match=text), nccl_ep.record(tmp_path / "file"):
+        pass
+
+
+def test_a_recording_that_nobody_enters_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    nccl_ep.record(tmp_path / "folder")
+    gc.collect()
+    said, how = f"nccl_ep.record('{tmp_path}/folder') alone records nothing", "write 'with' in front"
+    assert caplog.messages == [f"{said}: {how}; NCCL_EP_RECORD records a process"]
+    assert not (tmp_path / "folder").exists()
+    caplog.clear()
+
+    @nccl_ep.record(tmp_path / "folder")
+    def recorded() -> None:
+        with nccl_ep.Buffer.for_shapes(None, **SIZES) as buffer:
+            programs.exchange(buffer, 0, "ll", 1)
+
+    recorded()
+    del recorded
+    gc.collect()
+    assert len(operations(tmp_path / "folder")) == 2 and caplog.messages == []
 
 
 def test_an_environment_that_cannot_be_recorded_to_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
