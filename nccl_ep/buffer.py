@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Protocol, get_args
 
 import torch
 
@@ -30,12 +31,27 @@ from .choices import LlNetwork, Mode, OnInvalidIds, OnOverflow, Window
 from .devices import choose_device
 from .errors import UsageError
 from .log import logger
+from .marks import uncompiled
 from .pending import OpenSend, discard
 from .room import HtSizes, LlSizes, Room, ll_sizes_for_bytes, room_for_shapes
 from .windows import Windows
 
 _MAX_UINT64 = (1 << 64) - 1
 _NO_SIZES = "no sizes: Buffer.for_shapes takes those of the calls"
+# What for_shapes takes beside sizes.
+_OPTIONS = {
+    "enable_shrink", "elastic", "join", "comm", "device", "timeout", "on_overflow", "on_invalid_ids", "domain_size",
+    "ll_network", "window", "network_seed", "name", "_made_with",
+}  # fmt: skip
+# How names of methods of DeepEP begin that this class has not.
+_DEEP_EP_METHODS = (
+    "low_latency_",
+    "get_dispatch_",
+    "get_combine_",
+    "internode_",
+    "clean_low_latency_",
+    "get_low_latency_",
+)
 _numbers = itertools.count()
 # All that this process has made, and their names, by the ids of their windows.
 _buffers: dict[int, tuple[weakref.ref[Buffer], str]] = {}
@@ -162,6 +178,7 @@ class Buffer:
             )  # fmt: skip
 
     @classmethod
+    @functools.partial(uncompiled, reason="a buffer is made outside of what is compiled")
     def for_shapes(
         cls,
         group: Any = None,
@@ -199,6 +216,8 @@ class Buffer:
 
         Raises: as ``Buffer``.
         """
+        if unknown := options.keys() - _OPTIONS:
+            raise TypeError(f"Buffer.for_shapes() got an unexpected keyword argument {sorted(unknown)[0]!r}")
         made_with = options.pop("_made_with", None)
         comm = options.pop("comm", None)
         rendezvous = rendezvous_of(group, comm)
@@ -280,6 +299,8 @@ class Buffer:
             raise UsageError(
                 f"{self.name} belongs to process {self._process}, this is its fork {os.getpid()}: make a buffer here"
             )
+        if self._is_destroyed:
+            raise UsageError(f"the buffer {self.name} was destroyed")
         for window in self._windows:
             window.require_usable()
 
@@ -411,6 +432,17 @@ class Buffer:
 
     def __repr__(self) -> str:
         return f"<nccl_ep.Buffer {self.name}: rank {self.rank} of {self.num_ranks}, {self.device}>"
+
+    if not TYPE_CHECKING:  # a type checker sees what there is
+
+        def __getattr__(self, name: str) -> Any:
+            """Called for what there is not: the names of other libraries' buffers say where they are."""
+            text = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if name in ("dispatch", "combine"):
+                text += f": it is a function, nccl_ep.{name}"
+            if name in ("dispatch", "combine") or name.startswith(_DEEP_EP_METHODS):
+                text += "; DeepEP's methods are those of nccl_ep.deep_ep.Buffer (docs/migrating_from_deepep.md)"
+            raise AttributeError(text, name=name, obj=self)
 
     def __reduce__(self) -> Any:
         raise TypeError("a nccl_ep.Buffer cannot be pickled or copied: it is one rank's share of memory in use")

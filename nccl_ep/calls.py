@@ -133,6 +133,8 @@ class DispatchCall:
         if x is None or topk_idx is None or is_dynamo_compiling() or not _on_same_device(buffer._seq, *tensors):
             require_tensors(x=x, topk_idx=topk_idx)
             require_on(buffer._seq, ("x", "topk_idx", "topk_weights", "scales"), tensors)
+        if topk_idx.dtype not in (torch.int64, torch.int32):  # before top-k is read off them
+            raise ValueError(f"topk_idx is {topk_idx.dtype}, must be torch.int64 or torch.int32")
         if x.dim() != 2:
             raise ValueError(f"x has shape {list(x.shape)}, must be [tokens, hidden]")
         if topk_idx.dim() != 2:
@@ -291,6 +293,8 @@ class CombineCall:
         if not isinstance(rows, torch.Tensor):
             require_tensors(rows=rows)
         given = weights if isinstance(weights, torch.Tensor) else None
+        if isinstance(out_dtype, torch.dtype) and not out_dtype.is_floating_point:
+            raise ValueError(f"out_dtype is {out_dtype}, must be that of rows, or torch.float32")
         weighting, numbers = combine_numbers(
             handle,
             weights if given is None else True,

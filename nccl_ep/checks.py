@@ -156,7 +156,7 @@ def require_biases(seq: torch.Tensor, bias: torch.Tensor | Sequence[Any] | None)
 def require_shape(size: object) -> None:
     """TypeError for what is no tuple or list of integers; ValueError for one beyond 64 bits."""
     if not isinstance(size, tuple | list):
-        raise wrong_elements("size", size, "a shape")
+        raise wrong_elements("size", size, "a shape, as (rows, hidden)")
     require_within(*INT64, **{f"size[{i}]": length for i, length in enumerate(size)})
 
 

@@ -217,7 +217,8 @@ class DispatchOutput:
         def __getattr__(self, name: str) -> torch.Tensor | None:
             """Called for an attribute that is not set yet."""
             if name not in ("counts", "demand", "overflow", "total", "offsets"):
-                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+                fields = ", ".join(field for field in self.__slots__ if not field.startswith("_"))
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}; it has {fields}")
             view = _part_of_info(name, self._info, self.handle)
             setattr(self, name, view)
             return view

@@ -29,12 +29,12 @@ def constant(function: Function) -> Function:
     return function
 
 
-def uncompiled(function: Function) -> Function:
+def uncompiled(function: Function, reason: str | None = None) -> Function:
     """As ``torch.compiler.disable``: torch.compile leaves the function as it is; with fullgraph=True it refuses it."""
     called = [function]
 
     def disable() -> None:
-        called[0] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+        called[0] = torch.compiler.disable(function, reason=reason)  # type: ignore[no-untyped-call]
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

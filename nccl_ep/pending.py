@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -123,6 +123,18 @@ class Pending(Generic[T]):
         if self._early is None or self._receive is None:
             raise UsageError("early_output is of a dispatch with async_finish and arrivals that is not received yet")
         return self._early()
+
+    def __repr__(self) -> str:
+        return f"<nccl_ep.Pending: {'to be received' if self._receive is not None else self._end}>"
+
+    if not TYPE_CHECKING:  # a type checker sees what there is
+
+        def __getattr__(self, name: str) -> Any:
+            """Called for what there is not, as the fields of the result."""
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}: receive() returns the result", name=name,
+                obj=self,
+            )  # fmt: skip
 
     def receive(self) -> T:
         """Waits for the other ranks and returns the result. UsageError if it was called already."""

@@ -79,8 +79,9 @@ void check_combined_rows(const Params& p) {
   EP_CHECK(!is_block_format(p.options.wire_dtype) || p.hidden % 16 == 0, "rows of ", p.hidden, " elements over ",
            name_of(p.options.wire_dtype), ": must be a multiple of 16 elements");
   check_row_bytes(wire_row_bytes(p.options.wire_dtype, p.hidden), "a partial sum");
-  EP_CHECK(p.options.weighting == Weighting::kNone || has_expert_rows(p.output.layout), "the rows of layout ",
-           name_of(p.output.layout), " are already weighted by the caller");
+  EP_CHECK(p.options.weighting == Weighting::kNone || has_expert_rows(p.output.layout),
+           "weights are given, but the rows of layout ", name_of(p.output.layout),
+           " are already weighted by the caller: multiply the rows by their weights, and give none here");
   EP_CHECK((p.bias[0] == nullptr && p.bias[1] == nullptr) || p.output.layout == OutputLayout::kFlat,
            "biases go with layout flat, not with ", name_of(p.output.layout));
 }

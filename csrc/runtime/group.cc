@@ -10,6 +10,7 @@
 #include "runtime/failure_node.h"
 #include "runtime/handles.h"
 #include "runtime/observed.h"
+#include "runtime/one_caller.h"
 #include "transport/collective_step.h"
 #include "transport/session.h"
 
@@ -334,6 +335,7 @@ void Group::dispatch(LlDispatchParams& p, void* stream) {
 }
 
 void Group::run(LlDispatchParams& p, void* stream) {
+  const OneCaller one_caller(is_called_);
   check_phase(Kind::kDispatch, p.phase, "dispatch");
   if (sends(p.phase)) check_ids(p.shape, p.topk_idx, p.is_idx64, p.num_tokens);
   Observation seen = Observation::of(*this, name_of(Kind::kDispatch, p.phase), call_number(Kind::kDispatch, p.phase),
@@ -373,6 +375,7 @@ void Group::check_signals(const LlCombineParams& p) const {
 }
 
 void Group::combine(LlCombineParams& p, void* stream) {
+  const OneCaller one_caller(is_called_);
   begin(p);
   p.options.check(Modes::kLl);
   check_combined_rows(p);
@@ -404,6 +407,7 @@ void Group::combine(LlCombineParams& p, void* stream) {
 }
 
 void Group::combine_weights(LlCombineWeightsParams& p, void* stream) {
+  const OneCaller one_caller(is_called_);
   begin(p);
   if (trusts_handles()) check_handle(p.handle, p.output, p.shape, p.num_tokens);
   p.offsets = with_room([&] { return LlOffsets::make(window_, Kind::kCombine, p.shape, RowFormat{}); });

@@ -176,6 +176,7 @@ class Group {
   mutable std::mutex mutex_;  // of the pointer
   std::shared_ptr<Backend> backend_;
   bool has_unreceived_send_[kNumKinds] = {false, false};
+  std::atomic<bool> is_called_ = false;  // OneCaller
   std::atomic<double> timeout_seconds_;
   std::atomic<bool> is_partly_cleaned_ = false;  // masks are cleaned, or were by some ranks and not by others
   uint64_t num_calls_[kNumKinds] = {0, 0};

@@ -6,6 +6,7 @@
 #include "runtime/group.h"
 #include "runtime/handles.h"
 #include "runtime/observed.h"
+#include "runtime/one_caller.h"
 
 namespace ep {
 namespace {
@@ -94,6 +95,7 @@ void Group::dispatch(HtDispatchParams& p, void* stream) {
 }
 
 void Group::run(HtDispatchParams& p, void* stream) {
+  const OneCaller one_caller(is_called_);
   if (routes(p.variant)) check_ids(p.shape, p.topk_idx, p.is_idx64, p.num_tokens);
   for (int i = 0; i < p.num_parts && sends_rows(p.variant); i++) {
     p.parts[i].out_offset = offset_of(p.parts[i].out, static_cast<uint64_t>(p.output.rows()) * p.parts[i].bytes);
@@ -128,6 +130,7 @@ void Group::check_signals(const HtCombineParams& p) const {
 }
 
 void Group::combine(HtCombineParams& p, void* stream) {
+  const OneCaller one_caller(is_called_);
   require_ht();
   require_valid_ids();
   p.options.check(Modes::kHt);

@@ -6,6 +6,8 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import threading
+import time
 import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,6 +32,20 @@ MADE_WITH = r"; the buffer was made with max_tokens=8, hidden=64, topk=2, num_ex
 
 def make(**changes: Any) -> nccl_ep.Buffer:
     return nccl_ep.Buffer.for_shapes(None, **{**SIZES, **changes})
+
+
+def ended() -> nccl_ep.Buffer:
+    buffer = make()
+    buffer.destroy()
+    return buffer
+
+
+def rows_sent(scene: Scene) -> Any:
+    sent = nccl_ep.dispatch_send(scene.x, scene.ids, buffer=scene.buffer, num_experts=EXPERTS)
+    try:
+        return sent.x  # type: ignore[attr-defined]
+    finally:
+        sent.receive()
 
 
 class Scene(SimpleNamespace):
@@ -118,6 +134,17 @@ BUFFERS: list[Mistake] = [
      "group is a int: must be a torch"),
     ("a world of no ranks", lambda s: nccl_ep.modes.choose_mode(8, 128, 2, 0, None), ValueError, "num_ranks is 0"),
     ("no buffer", lambda s: s.dispatch(buffer=None), TypeError, "buffer is None, must be a nccl_ep.Buffer"),
+    ("an option of no buffer", lambda s: make(layout="packed"), TypeError,
+     r"Buffer\.for_shapes\(\) got an unexpected keyword argument 'layout'$"),
+    ("an operation as a method", lambda s: s.buffer.dispatch(s.x, s.ids), AttributeError,
+     "'Buffer' object has no attribute 'dispatch': it is a function, nccl_ep.dispatch; DeepEP's methods are those of "),
+    ("a method of DeepEP", lambda s: s.buffer.low_latency_dispatch(s.x, s.ids, TOKENS, EXPERTS), AttributeError,
+     r"'Buffer' object has no attribute 'low_latency_dispatch'; DeepEP's methods are those of nccl_ep\.deep_ep"),
+    ("an attribute of nobody", lambda s: s.buffer.world_size, AttributeError,
+     "'Buffer' object has no attribute 'world_size'$"),
+    ("a shape that is a number", lambda s: s.buffer.empty(TOKENS), TypeError,
+     r"size is a int, must be a shape, as \(rows, hidden\)$"),
+    ("a check after the end", lambda s: ended().check(), nccl_ep.UsageError, r"the buffer \S+ was destroyed$"),
     ("another API's buffer", lambda s: s.dispatch(buffer=s.v1), TypeError, "buffer is <.*: give its core"),
 ]  # fmt: skip
 
@@ -160,6 +187,19 @@ DISPATCHES: list[Mistake] = [
      "scales given together with quant fp8, which makes its own: give one of the two"),
     ("weights and ids the wrong way round", lambda s: s.dispatch(topk_idx=s.weights, topk_weights=s.ids), ValueError,
      "topk_idx is torch.float32, must be torch.int64 or torch.int32"),
+    ("rows and ids the wrong way round", lambda s: s.dispatch(x=s.ids, topk_idx=s.x), ValueError,
+     "topk_idx is torch.bfloat16, must be torch.int64 or torch.int32"),
+    ("rows and ids the wrong way round, split", lambda s: nccl_ep.dispatch_send(
+        s.ids, s.x, buffer=s.buffer, num_experts=EXPERTS
+     ), ValueError, "topk_idx is torch.bfloat16, must be torch.int64 or torch.int32"),
+    ("a cached dispatch of other tokens", lambda s: nccl_ep.dispatch_cached(s.x[:4], s.ht().handle), ValueError,
+     r"x has shape \[4, 64\], must be \[8, hidden\], as in the dispatch of the handle"),
+    ("outputs of another layout", lambda s: s.ht(out=s.ht(layout="flat")), ValueError,
+     r"out\.x has shape \[8, 64\], must be \[16, 64\]"),
+    ("fields of DeepEP", lambda s: s.dispatch().recv_x, AttributeError,
+     "'DispatchOutput' object has no attribute 'recv_x'; it has x, scales, topk_idx, weights, counts, "),
+    ("rows of what is not received", lambda s: rows_sent(s), AttributeError,
+     r"'Pending' object has no attribute 'x': receive\(\) returns the result"),
     ("ids of 16 bits", lambda s: s.dispatch(topk_idx=s.ids.short()), ValueError, "topk_idx is torch.int16, must be"),
     ("weights of a router in bf16", lambda s: s.dispatch(topk_weights=s.weights.bfloat16()), ValueError,
      "topk_weights is torch.bfloat16, must be torch.float32"),
@@ -191,6 +231,16 @@ COMBINES: list[Mistake] = [
     ("an output of another dtype", lambda s: s.combine(out=torch.empty(TOKENS, HIDDEN)), ValueError,
      "out is torch.float32, must be torch.bfloat16"),
     ("a tensor as the output's dtype", lambda s: s.combine(out_dtype=s.x), TypeError, "out_dtype is a Tensor, must be"),
+    ("integers as the output's dtype", lambda s: s.combine(out_dtype=torch.int32), ValueError,
+     "out_dtype is torch.int32, must be that of rows, or torch.float32"),
+    ("integers as the output's dtype, split", lambda s: nccl_ep.combine_send(
+        s.out.x, s.out.handle, out_dtype=torch.int32
+     ), ValueError, "out_dtype is torch.int32, must be that of rows, or torch.float32"),
+    ("ids without weights", lambda s: s.combine(topk_idx=s.ids), ValueError,
+     r"topk_idx is given without weights \[tokens, top-k\]: at combine it goes with those"),
+    ("weights of rows that have them", lambda s: nccl_ep.combine(
+        (out := s.dispatch(layout="flat")).x, out.handle, weights=s.weights
+     ), ValueError, "weights are given, but the rows of layout flat are already weighted by the caller: multiply"),
     ("signals in a tensor", lambda s: nccl_ep.combine_send(s.out.x, s.out.handle, rows_per_signal=s.x), TypeError,
      "rows_per_signal is a Tensor, must be an integer"),
     ("a scale that is a number", lambda s: s.fp8.dequantized(tensor_scale=1.0), TypeError,
@@ -362,6 +412,65 @@ def test_handles_of_different_dispatches_are_told_to_all() -> None:
     assert "rank 1 that of dispatch 2, rank 0 that of dispatch 1" in second
 
 
+@pytest.mark.parametrize("mode", ["ll", "ht"])
+def test_a_tensor_that_wants_a_gradient_on_one_rank_only_is_asked_for(mode: Any) -> None:
+    def body(group: ThreadGroup) -> str:
+        x = torch.ones(1, HIDDEN).bfloat16().requires_grad_(group.rank() == 0)
+        factor = torch.ones(1, requires_grad=True)
+        with nccl_ep.Buffer.for_shapes(group, **SIZES, mode=mode, timeout=1.0) as buffer:
+            ids = torch.tensor([[0, 2]])
+            out = nccl_ep.dispatch(x, ids, buffer=buffer, num_experts=EXPERTS, mode=mode, layout="packed")
+            loss = nccl_ep.combine((out.x * factor).bfloat16(), out.handle).sum()
+            if group.rank() == 1:
+                loss.backward()
+                group.allgather(b"", of_living_ranks(PATIENCE))
+                return ""
+            with pytest.raises(nccl_ep.TimeoutError) as caught:
+                loss.backward()
+            group.allgather(b"", of_living_ranks(PATIENCE))
+            return str(caught.value)
+
+    text = "; this is a backward pass: does every rank call it, and do the same tensors want gradients on all ranks?"
+    assert run_ranks(2, body)[0].endswith(text)
+
+
+@pytest.mark.parametrize("mode", ["ll", "ht"])
+def test_a_second_thread_is_refused_and_disturbs_nothing(mode: Any) -> None:
+    def body(group: ThreadGroup) -> None:
+        x, ids = torch.full((1, HIDDEN), 1.0 + group.rank()).bfloat16(), torch.tensor([[0, 2]])
+        with nccl_ep.Buffer.for_shapes(group, **SIZES, mode=mode, timeout=of_living_ranks(PATIENCE)) as buffer:
+
+            def call() -> torch.Tensor:
+                out = nccl_ep.dispatch(x, ids, buffer=buffer, num_experts=EXPERTS, mode=mode, layout="flat")
+                return nccl_ep.combine(out.x, out.handle)
+
+            sums, refused = [], []
+
+            def try_it() -> None:
+                try:
+                    sums.append(call())
+                except nccl_ep.UsageError as error:
+                    refused.append(str(error))
+
+            if group.rank() == 0:
+                threads = [threading.Thread(target=try_it) for _ in range(2)]
+                for thread in threads:
+                    thread.start()
+                until = time.monotonic() + of_living_ranks(PATIENCE)
+                while not refused and time.monotonic() < until:  # one waits for rank 1, which comes later
+                    time.sleep(0.001)
+                group.allgather(b"", of_living_ranks(PATIENCE))
+                for thread in threads:
+                    thread.join()
+                assert refused == ["another thread is in an operation of this buffer: one thread at a time calls it"]
+            else:
+                group.allgather(b"", of_living_ranks(PATIENCE))
+                try_it()
+            assert len(sums) == 1 and torch.equal(sums[0], 2 * x)
+
+    run_ranks(2, body)
+
+
 # ---- Words that arguments are chosen from
 
 
@@ -450,6 +559,13 @@ def test_printing_an_output_shows_no_rows(mode: str, scene: Scene) -> None:
     if mode == "ht":
         moved = nccl_ep.dispatch_cached(scene.x, out.handle)
         assert repr(moved) == f"Payload(x=bfloat16[{rows}, 64], scales=None, extra=())"
+
+
+def test_printing_what_is_not_received_says_so(scene: Scene) -> None:
+    sent = nccl_ep.dispatch_send(scene.x, scene.ids, buffer=scene.buffer, num_experts=EXPERTS)
+    assert repr(sent) == "<nccl_ep.Pending: to be received>"
+    sent.receive()
+    assert repr(sent) == "<nccl_ep.Pending: this operation was received already>"
 
 
 def test_printing_in_a_trace_has_no_numbers() -> None:

@@ -205,16 +205,16 @@ def test_a_cached_dispatch_into_given_tensors_has_the_same_bits(layout: str, qua
 
 BAD_OUTPUTS = [
     ("too few", lambda x, x1, scales: ([x], scales), "1 output tensors for 2"),
-    ("rows", lambda x, x1, scales: ([x[1:], x1], scales), r"out_x has shape \[7, 640\], must be \[8, 640\]"),
+    ("rows", lambda x, x1, scales: ([x[1:], x1], scales), r"out\.x has shape \[7, 640\], must be \[8, 640\]"),
     (
         "dtype",
         lambda x, x1, scales: ([x.view(torch.int8), x1], scales),
-        "out_x is torch.int8, must be torch.float8_e4m3fn",
+        r"out\.x is torch.int8, must be torch.float8_e4m3fn",
     ),
-    ("extra rows", lambda x, x1, scales: ([x, x1[1:]], scales), r"out_x has shape \[7, 8\], must be \[8, 8\]"),
+    ("extra rows", lambda x, x1, scales: ([x, x1[1:]], scales), r"out\.x has shape \[7, 8\], must be \[8, 8\]"),
     ("extra strides", lambda x, x1, scales: ([x, torch.zeros(8, 16)[:, ::2]], scales), "is not contiguous"),
     ("address", lambda x, x1, scales: ([x, torch.zeros(66)[2:].view(8, 8)], scales), "not aligned to 16 bytes"),
-    ("scales", lambda x, x1, scales: ([x, x1], scales[:, 1:]), r"out_scales has shape \[8, 4\], must be \[8, 5\]"),
+    ("scales", lambda x, x1, scales: ([x, x1], scales[:, 1:]), r"out\.scales has shape \[8, 4\], must be \[8, 5\]"),
 ]
 
 

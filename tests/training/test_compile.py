@@ -277,6 +277,21 @@ def test_errors_keep_their_classes() -> None:
         compiled(x, 16)
 
 
+def test_a_buffer_that_is_made_in_what_is_compiled() -> None:
+    """It is made as outside of it; with fullgraph=True torch says why that cannot be."""
+    x, idx = torch.randn(5, HIDDEN), torch.arange(5 * TOPK).view(5, TOPK) % EXPERTS
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        with make_buffer(None) as buffer:
+            out = nccl_ep.dispatch(x, idx, buffer=buffer, num_experts=EXPERTS)
+            return nccl_ep.combine(out.x, out.handle)
+
+    assert torch.equal(torch.compile(layer, backend="eager")(x), layer(x))
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="a buffer is made outside of what is compiled"):
+        torch.compile(layer, backend="eager", fullgraph=True)(x)
+
+
 def test_a_buffer_that_was_made_in_inference_mode() -> None:
     with torch.inference_mode():
         buffer = make_buffer(None)

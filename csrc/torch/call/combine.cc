@@ -26,6 +26,14 @@ at::ScalarType load_dtype(const char* name, PyObject* object, at::ScalarType fal
   return reinterpret_cast<THPDtype*>(object)->scalar_type;
 }
 
+at::ScalarType load_out_dtype(PyObject* object, at::ScalarType of_rows) {
+  const at::ScalarType type = load_dtype("out_dtype", object, of_rows);
+  if (object != Py_None && !is_float(dtype_of(type))) {
+    raise(ErrorKind::kInvalidArgument, "out_dtype is ", repr(object), ", must be that of rows, or torch.float32");
+  }
+  return type;
+}
+
 // The type of partial sums: None, that of the output; a dtype, or the name of a block format.
 DType load_wire(PyObject* object, at::ScalarType out_dtype) {
   std::optional<DType> wire;
@@ -128,8 +136,7 @@ class Combine {
     is_plain_ = seq_.load(field(kSeq), seq);
     const RoutingNumbers routing = routing_of(handle_);
     const Weighting weighting = load_weighting(given_[kWeighting], routing.layout);
-    const at::ScalarType out_dtype =
-        load_dtype("out_dtype", given_[kOutDtype], THPVariable_Unpack(given_[kRows]).scalar_type());
+    const at::ScalarType out_dtype = load_out_dtype(given_[kOutDtype], THPVariable_Unpack(given_[kRows]).scalar_type());
     const auto config = config_of(routing, weighting, out_dtype, load_wire(given_[kWireDtype], out_dtype),
                                   {given_ + kOptions, kMostOptions});
     numbers_ = config.pack();

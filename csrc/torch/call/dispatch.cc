@@ -10,6 +10,7 @@
 #include "torch/call/given.h"
 #include "torch/call/hand_over.h"
 #include "torch/call/types.h"
+#include "torch/ops/arguments.h"
 
 namespace ep::call {
 namespace {
@@ -95,6 +96,7 @@ struct Given {
                               {"topk_weights", given[2], topk_weights, true},
                               {"scales", given[3], scales, true}});
     EP_CHECK(x->dim() == 2, "x has shape ", x->sym_sizes(), ", must be [tokens, hidden]");
+    require_ids(*topk_idx, "topk_idx");  // before top-k is read off them
     EP_CHECK(topk_idx->dim() == 2, "topk_idx has shape ", topk_idx->sym_sizes(), ", must be [tokens, top-k]");
     is_plain = is_plain && is_plain_thread();
   }

@@ -24,6 +24,11 @@ const char* class_of(ErrorKind kind) {
   }
 }
 
+thread_local int backward_passes = 0;  // one within another, of a second derivative
+
+constexpr const char* kBackwardQuestion =
+    "; this is a backward pass: does every rank call it, and do the same tensors want gradients on all ranks?";
+
 // The text may quote what another rank has sent, in any bytes.
 void set(PyObject* type, std::string_view text) {
   const auto message = py::reinterpret_steal<py::object>(
@@ -39,8 +44,12 @@ void set_in_python(const Error& error) {
     set(PyExc_ValueError, error.what());
     return;
   }
-  set(class_of(error.kind()), error.what());
+  const bool is_of_ranks = error.kind() == ErrorKind::kTimeout || error.kind() == ErrorKind::kMismatch;
+  set(class_of(error.kind()), concat(error.what(), is_of_ranks && backward_passes > 0 ? kBackwardQuestion : ""));
 }
+
+InBackwardPass::InBackwardPass() { backward_passes++; }
+InBackwardPass::~InBackwardPass() { backward_passes--; }
 
 void throw_overflow(const std::string& text) {
   const LockHold lock;

@@ -14,4 +14,13 @@ namespace ep {
 // throw_in_python() with the lock held: as Python's current error.
 void set_in_python(const Error& error);
 
+// While it lives, this thread is in a backward pass: errors of ranks that do not come together say so.
+class InBackwardPass {
+ public:
+  InBackwardPass();
+  ~InBackwardPass();
+  InBackwardPass(const InBackwardPass&) = delete;
+  InBackwardPass& operator=(const InBackwardPass&) = delete;
+};
+
 }  // namespace ep

@@ -125,15 +125,19 @@ void check_aligned(const at::Tensor& tensor, const char* name) {
            tensor.data_ptr(), " is not aligned to 16 bytes");
 }
 
+void require_ids(const at::Tensor& tensor, const char* name) {
+  const at::ScalarType type = tensor.scalar_type();
+  EP_CHECK(type == at::kLong || type == at::kInt, name, " is ", name_of(type), ", must be torch.int64 or torch.int32");
+}
+
 InputTypes check_inputs(const at::Tensor& x, const OptionalTensor& scales, const at::Tensor& topk_idx,
                         const OptionalTensor& topk_weights, int64_t topk, const at::Device& device) {
   InputTypes row = check_rows(x, scales, device);
   EP_CHECK(topk_idx.dim() == 2 && topk_idx.size(0) == x.size(0), "topk_idx has shape ", topk_idx.sizes(), ", must be [",
            x.size(0), ", top-k]");
   EP_CHECK(topk_idx.size(1) == topk, "topk_idx has shape ", topk_idx.sizes(), ", the config says top-", topk);
+  require_ids(topk_idx, "topk_idx");
   const at::ScalarType idx_type = topk_idx.scalar_type();
-  EP_CHECK(idx_type == at::kLong || idx_type == at::kInt, "topk_idx is ", name_of(idx_type),
-           ", must be torch.int64 or torch.int32");
   check_tensor(topk_idx, "topk_idx", idx_type, topk_idx.sizes(), device);
   if (topk_weights) check_tensor(*topk_weights, "topk_weights", at::kFloat, topk_idx.sizes(), device);
   row.topk = topk;

@@ -76,6 +76,7 @@ InputTypes check_inputs(const at::Tensor& x, const OptionalTensor& scales, const
 void check_tensor(const at::Tensor& tensor, const char* name, at::ScalarType dtype, at::IntArrayRef sizes,
                   const at::Device& device);
 void check_aligned(const at::Tensor& tensor, const char* name);  // to 16 bytes
+void require_ids(const at::Tensor& tensor, const char* name);    // of experts: their dtype
 
 at::Tensor allocate_handle(const InputTypes& row, const OutputShape& output, const at::Device& device);
 DispatchTensors allocate_outputs(const InputTypes& row, Quant quant, const OutputShape& output,

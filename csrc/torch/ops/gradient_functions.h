@@ -86,6 +86,7 @@ struct Dispatch : torch::autograd::Function<Dispatch> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& given) {
+    const InBackwardPass in_backward_pass;
     return guarded([&] { return take_home(ctx, given); });
   }
 
@@ -157,6 +158,7 @@ struct Combine : torch::autograd::Function<Combine> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& given) {
+    const InBackwardPass in_backward_pass;
     return guarded([&] { return take_out(ctx, given); });
   }
 

@@ -45,7 +45,8 @@ PayloadOutputs run_ht_cached(const at::Tensor& seq, at::TensorList xs, const Opt
   p.output = info.output;
   p.shape = info.shape();
   p.handle = resolve_handle(info, group, route, slots, device);
-  EP_CHECK(!xs.empty() && xs[0].dim() == 2 && xs[0].size(0) == num_tokens, "x must be [", num_tokens,
+  EP_CHECK(!xs.empty() && xs[0].dim() == 2 && xs[0].size(0) == num_tokens, "x has shape ",
+           xs.empty() ? at::IntArrayRef() : xs[0].sizes(), ", must be [", num_tokens,
            ", hidden], as in the dispatch of the handle");
   InputTypes row = check_rows(xs[0], row_scales_of(x_scales, config.quant), device);
   row.topk = config.topk;

@@ -101,18 +101,18 @@ void check_payload_outputs(const PayloadRefs& moved, const HtPayload& payload, c
                            const OutputTypes& types, const at::Device& device, AliasCheck& aliases) {
   EP_CHECK(moved.xs.size() == payload.xs.size(), moved.xs.size(), " output tensors for ", payload.xs.size());
   const auto check = [&](const Tensor& out, at::ScalarType type, at::IntArrayRef sizes) {
-    check_tensor(out, "out_x", type, sizes, device);
-    check_aligned(out, "out_x");
+    check_tensor(out, "out.x", type, sizes, device);
+    check_aligned(out, "out.x");
   };
   check(moved.xs[0], types.x_type, types.x);
   for (size_t i = 1; i < moved.xs.size(); i++) {
     check(moved.xs[i], payload.xs[i].scalar_type(), row_shape(output, payload.xs[i].size(1)));
   }
-  check_tensor(moved.scales, "out_scales", types.scales_type, types.scales, device);
+  check_tensor(moved.scales, "out.scales", types.scales_type, types.scales, device);
   for (const Tensor& x : payload.xs) aliases.reads("x", x);
   aliases.reads("scales", pointer_to(payload.scales));
-  for (const Tensor& out : moved.xs) aliases.writes("out_x", out);
-  aliases.writes("out_scales", moved.scales);
+  for (const Tensor& out : moved.xs) aliases.writes("out.x", out);
+  aliases.writes("out.scales", moved.scales);
 }
 
 void set_payload_outputs(HtDispatchParams& p, const PayloadRefs& moved) {

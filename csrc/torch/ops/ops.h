@@ -35,7 +35,7 @@ void set_weights(Params& p, const CombineArgs& args, const HandleInfo& spec, con
   EP_CHECK((args.weights != nullptr) == (p.options.weighting == Weighting::kHome),
            "weights of the home rank are given exactly when they are asked for");
   EP_CHECK(args.topk_idx == nullptr || p.options.weighting == Weighting::kHome,
-           "topk_idx at combine goes with weights of the home rank");
+           "topk_idx is given without weights [tokens, top-k]: at combine it goes with those");
   if (args.weights != nullptr) {
     check_tensor(*args.weights, "weights", at::kFloat, {spec.num_tokens, spec.topk}, device);
     p.home_weights = args.weights->data_ptr<float>();
