@@ -70,7 +70,8 @@ def dispatch(
         extra: up to three extra tensors [T, n], contiguous, rows a multiple of 16 bytes: moved bit for bit along
             with x. LL: the first travels in the rows of x where these have no scales (``scale_bytes`` of
             ``Buffer.for_shapes`` is its room), each other one in an operation of its own.
-        zero_padding: rows of the output that do not exist are zeroed.
+        zero_padding: rows of the output that do not exist are zeroed. Otherwise their contents are arbitrary, NaN too:
+            what runs over them, as a batched GEMM, then has NaN in the gradient of its weights (0 * NaN).
         out: HT: an earlier output of the same call, whose tensors (the handle's too) are written again.
         num_sms: CUDA: thread blocks to use, as many on all ranks; 0 chooses.
         arrivals: where each block of rows is announced as soon as it lies at its place, for a consumer that runs
