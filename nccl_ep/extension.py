@@ -35,10 +35,12 @@ def parse_build(text: str) -> dict[str, str]:
 
 def _unbuilt() -> str:
     """Unbuilt sources hide an installed package from Python."""
-    build = f"build it (make build in {_HERE.parent}, or pip install {_HERE.parent})"
+    clone = _HERE.parent
+    build = f"build it (make build in {clone}, or pip install {clone})"
     others = [folder for entry in sys.path if _has_extension(folder := Path(entry).absolute() / _HERE.name)]
     if others:
-        build = f"start Python in another folder, to get {others[0]}, or {build}"
+        programs = f"make build in {clone}, then {clone}/.venv/bin/python"
+        build = f"start Python in another folder, to get {others[0]}; for programs of the clone itself: {programs}"
     version = ".".join(map(str, sys.version_info[:2]))
     return f"nccl_ep in {_HERE} has no extension _C for Python {version}, as it was not built here: {build}"
 
