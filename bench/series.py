@@ -21,7 +21,7 @@ _FIGURES = {"graph": "graph", "graph_pdl": "graph", "kernel": "kernel", "event":
 OWN = "nccl_ep"
 _NAMES = {
     FLOOR: "the links alone", "deepep_v1": "DeepEP V1", "nccl_ep_nvidia": "NVIDIA's NCCL EP",
-    "flashinfer": "FlashInfer MoeAlltoAll",
+    "flashinfer": "FlashInfer MoeAlltoAll, rank-major",
     "torch_all_to_all": "torch's all_to_all_single", "torch_symm_mem": "torch's symmetric memory",
 }  # fmt: skip
 _APIS = {"ops": ", by torch.ops", "deepep": ", by DeepEP's methods"}

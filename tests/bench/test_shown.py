@@ -194,3 +194,10 @@ def test_records_that_are_kept_have_the_form_of_records() -> None:
     """Figures that are quoted stand in them."""
     files = sorted((ROOT / "records").glob("*.json"))
     assert len(files) > 15 and len(records.load(files)) > 2000
+
+
+@pytest.mark.parametrize("bench", ["ll", "ht"])
+def test_a_picture_says_whose_rows_are_not_by_expert(bench: str) -> None:
+    """Its title has the layout of our rows."""
+    record: Any = {"system": "flashinfer", "bench": bench, "layout": "flat"}
+    assert series.who(record) == "FlashInfer MoeAlltoAll, rank-major"
