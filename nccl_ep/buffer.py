@@ -442,7 +442,7 @@ class Buffer:
                 text += f": it is a function, nccl_ep.{name}"
             if name in ("dispatch", "combine") or name.startswith(_DEEP_EP_METHODS):
                 text += "; DeepEP's methods are those of nccl_ep.deep_ep.Buffer (docs/migrating_from_deepep.md)"
-            raise AttributeError(text, name=name, obj=self)
+            raise AttributeError(text)
 
     def __reduce__(self) -> Any:
         raise TypeError("a nccl_ep.Buffer cannot be pickled or copied: it is one rank's share of memory in use")

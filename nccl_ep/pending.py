@@ -131,10 +131,8 @@ class Pending(Generic[T]):
 
         def __getattr__(self, name: str) -> Any:
             """Called for what there is not, as the fields of the result."""
-            raise AttributeError(
-                f"{type(self).__name__!r} object has no attribute {name!r}: receive() returns the result", name=name,
-                obj=self,
-            )  # fmt: skip
+            text = f"{type(self).__name__!r} object has no attribute {name!r}"
+            raise AttributeError(f"{text}: receive() returns the result")
 
     def receive(self) -> T:
         """Waits for the other ranks and returns the result. UsageError if it was called already."""

@@ -292,6 +292,17 @@ def test_a_buffer_that_is_made_in_what_is_compiled() -> None:
         torch.compile(layer, backend="eager", fullgraph=True)(x)
 
 
+def test_what_a_buffer_has_not_got_may_be_asked_in_what_is_compiled() -> None:
+    buffer = make_buffer(None)
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        return x + 1 if hasattr(buffer, "dispatch") or hasattr(buffer, "nothing") else x - 1
+
+    x = torch.randn(5, HIDDEN)
+    assert torch.equal(torch.compile(layer, backend="eager", fullgraph=True)(x), x - 1)
+    buffer.destroy()
+
+
 def test_a_buffer_that_was_made_in_inference_mode() -> None:
     with torch.inference_mode():
         buffer = make_buffer(None)
