@@ -60,7 +60,8 @@ def require_on(seq: torch.Tensor, names: Sequence[str], tensors: Sequence[torch.
         if hasattr(tensor, "to_local"):
             raise TypeError(f"{name} is a {type(tensor).__name__}, must be this rank's tensor: give {name}.to_local()")
         if tensor.device != device:
-            raise ValueError(f"{name} is on {tensor.device}, the buffer on {device}")
+            why = f": {_C.why_no_cuda()}" if tensor.device.type == "cuda" and not _C.has_cuda() else ""
+            raise ValueError(f"{name} is on {tensor.device}, the buffer on {device}{why}")
         if tensor.is_nested:
             raise ValueError(f"{name} is a nested tensor, must be strided")
         if tensor.is_quantized:

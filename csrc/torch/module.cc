@@ -256,6 +256,7 @@ void define_build_info(py::module_& m) {
   // The text stands in the file too, where extension.py reads it if the file cannot be loaded.
   m.attr("BUILD") = "nccl_ep_build|torch=" EP_BUILD_TORCH "|cuda=" EP_BUILD_CUDA "|architectures=" EP_BUILD_ARCHS "|";
   m.def("has_cuda", &has_cuda_backend, "Whether this build holds the CUDA backend.");
+  m.def("why_no_cuda", &why_no_cuda, "The sentence that says why it does not, and what to do; empty where it does.");
   m.def(
       "nccl_info",
       [] {

@@ -14,7 +14,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, MaxNLocator
 
-from .table import HEADS, Report, place_of, read_reports
+from .load import HEADS
+from .table import Report, place_of, read_reports
 
 # A colour is an exchange of tokens, or a kind of work.
 COLOURS = {"nccl_ep": "tab:blue", "all_to_all_single": "tab:orange", "deep_ep": "tab:green"}

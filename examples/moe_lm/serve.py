@@ -21,7 +21,7 @@ from .arguments import MAX_SEED, MOST, Parser, file_to_write, names_of, number, 
 from .check import compare_with_one_rank, count_changed, count_repeats
 from .data import Corpus
 from .files import write_whole
-from .load import Request, make_load, show, summary
+from .load import HEADS, Request, make_load, show, summary
 from .ranks import Ranks
 from .server import Server, gather
 from .trace import traced
@@ -233,8 +233,9 @@ def _show(found: dict[str, Any]) -> None:
         return f"{key.upper()} {p50:>{width}} / {p99:>{width}}"
 
     figures = both("ttft", 1, 8), both("tpot", 2, 7), both("itl", 2, 7)
+    name = HEADS.get(found["exchange"], found["exchange"])
     print(
-        f"{found['exchange']:18}{'overlap ' if found['overlap'] else '        '}{_rate(found['rate']):16} "
+        f"{name:27}{'overlap ' if found['overlap'] else '        '}{_rate(found['rate']):16} "
         f"{'  '.join(figures)} ms (p50 / p99) {found['tokens_per_s']:9,.0f} tokens/s",
         flush=True,
     )

@@ -12,10 +12,9 @@ from typing import Any
 
 from bench.records import revision, today
 
-from .load import show
+from .load import HEADS, show
 
 Report = dict[str, Any]
-HEADS = {"deep_ep": "DeepEP's calls over nccl_ep"}  # DeepEP itself does not run here
 _BULKY = ("outputs", "layer", "options", "losses", "first_buffer")  # left out of a record
 
 

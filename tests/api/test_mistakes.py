@@ -343,6 +343,18 @@ def test_the_first_line_names_the_argument(
     assert re.match(line, str(caught.value).split("\n", 1)[0]), str(caught.value)
 
 
+@pytest.mark.skipif(nccl_ep._C.has_cuda(), reason="of builds without CUDA")
+@pytest.mark.parametrize("call", [nccl_ep.dispatch, nccl_ep.dispatch_send])
+def test_a_tensor_of_a_gpu_is_told_that_this_build_has_no_cuda(call: Callable[..., Any], scene: Scene) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():  # which is on a GPU, for all that the call can see, where there is none
+        x, ids = torch.empty(TOKENS, HIDDEN, device="cuda").bfloat16(), torch.zeros(TOKENS, TOPK, device="cuda")
+    text = r"^x is on cuda:0, the buffer on cpu: this nccl_ep was built without CUDA \(.*\): build it where nvcc is, "
+    with pytest.raises(ValueError, match=text):
+        call(x, ids, buffer=scene.buffer, num_experts=EXPERTS)
+
+
 # ---- Of several ranks
 
 

@@ -1,5 +1,6 @@
 """What is packed: the library alone into a wheel, and what builds it into a source distribution."""
 
+import re
 import subprocess
 import sys
 import tarfile
@@ -26,6 +27,7 @@ def test_the_benchmark_and_its_records_are_not_packed(tmp_path: Path) -> None:
     (wheel,), (sources,) = tmp_path.glob("*.whl"), tmp_path.glob("*.tar.gz")
     with zipfile.ZipFile(wheel) as archive:
         packed = archive.namelist()
+        (about,) = (archive.read(name).decode() for name in packed if name.endswith(".dist-info/METADATA"))
     with tarfile.open(sources) as archive:
         given = [name.partition("/")[2] for name in archive.getnames()]
     assert {"nccl_ep/report/page.css", "nccl_ep/report/page.js"} <= set(packed)
@@ -34,3 +36,27 @@ def test_the_benchmark_and_its_records_are_not_packed(tmp_path: Path) -> None:
     assert [name for name in packed if not name.startswith(("nccl_ep/", "nccl_ep-"))] == []
     measuring = [name for name in (*packed, *given) if "bench" in Path(name).parts and not name.startswith("csrc/")]
     assert measuring == [] and not any(name.startswith("records") for name in given)
+    assert check_page(about.partition("\n\n")[2]) == []
+
+
+def check_page(text: str) -> list[str]:
+    """What an index cannot show: pictures, and links to other files of the clone."""
+    assert text.startswith("# nccl_ep\n")
+    return re.findall(r"!\[|\]\((?!https?://)[^)]*", text)
+
+
+def test_the_program_of_an_indexs_page_runs() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "tools/index_page.md").read_text(), re.DOTALL)
+    exec(
+        code
+        + "    torch.testing.assert_close(y.float(), 2 * x.float() * weights.sum(1, keepdim=True), rtol=0.02, atol=0.02)",
+        {},
+    )
+
+
+def test_what_an_index_cannot_show_is_seen() -> None:
+    assert check_page("# nccl_ep\n![picture](a.svg) [page](docs/a.md) [site](https://example.com)") == [
+        "![",
+        "](a.svg",
+        "](docs/a.md",
+    ]

@@ -216,6 +216,13 @@ def test_load_is_the_same_for_a_seed() -> None:
     assert [each.home for each in fast[:5]] == [0, 1, 2, 3, 0]
 
 
+def test_deepeps_calls_are_not_called_deepep(capsys: pytest.CaptureFixture[str]) -> None:
+    shares = {f"{key}_p{share}_ms": 1.0 for key in ("ttft", "tpot", "itl") for share in (50, 99)}
+    serve._show({"exchange": "deep_ep", "overlap": False, "rate": 20.0, "tokens_per_s": 5.0, **shares})
+    said = capsys.readouterr().out
+    assert said.startswith("DeepEP's calls over nccl_ep ") and "deep_ep" not in said and "20 requests/s" in said
+
+
 @pytest.mark.parametrize(("rank", "every"), [(0, 3), (1, 3), (0, 0)])
 def test_a_line_of_progress_each_so_many_steps(rank: int, every: int, capsys: pytest.CaptureFixture[str]) -> None:
     """And one of the steps at the end; the time is that of the steps since the line before."""
