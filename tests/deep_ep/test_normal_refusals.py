@@ -279,7 +279,7 @@ def test_a_handle_that_is_none() -> None:
                 buffer.combine(rows, wrong)
         with pytest.raises(ValueError, match="a cached dispatch moves x alone"):
             buffer.dispatch(arguments["x"], handle, topk_idx=arguments["topk_idx"])
-        with pytest.raises(ValueError, match=r"x must be \[3, hidden\]"):
+        with pytest.raises(ValueError, match=r"must be \[3, hidden\]"):
             buffer.dispatch(torch.ones(2, 64), handle)
         handle[1][0] = -5
         with pytest.raises(ValueError, match="the handle is not of these sizes, or was changed"):
