@@ -90,7 +90,7 @@ HT_REFUSED: dict[str, Refused] = {
     "halves": (lambda s: nccl_ep.combine_send(s.out.x, s.out.handle), ValueError, "is not split"),
     "no capacity": (lambda s: s.dispatch(layout="expert_major", capacity=None), ValueError, "capacity"),
     "tokens of another dispatch": (lambda s: nccl_ep.dispatch_cached(s.tokens(9)["x"], s.out.handle), ValueError,
-                                   r"x must be \[\d, hidden\], as in the dispatch"),
+                                   r"must be \[\d, hidden\], as in the dispatch"),
 }  # fmt: skip
 COUNTED = ("dispatches", "combines", "ht_dispatches", "ht_combines", "calls", "dropped_rows", "invalid_ids")
 
