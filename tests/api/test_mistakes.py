@@ -429,7 +429,7 @@ def test_a_tensor_that_wants_a_gradient_on_one_rank_only_is_asked_for(mode: Any)
     def body(group: ThreadGroup) -> str:
         x = torch.ones(1, HIDDEN).bfloat16().requires_grad_(group.rank() == 0)
         factor = torch.ones(1, requires_grad=True)
-        with nccl_ep.Buffer.for_shapes(group, **SIZES, mode=mode, timeout=1.0) as buffer:
+        with nccl_ep.Buffer.for_shapes(group, **SIZES, mode=mode, timeout=of_living_ranks(PATIENCE)) as buffer:
             ids = torch.tensor([[0, 2]])
             out = nccl_ep.dispatch(x, ids, buffer=buffer, num_experts=EXPERTS, mode=mode, layout="packed")
             loss = nccl_ep.combine((out.x * factor).bfloat16(), out.handle).sum()
@@ -437,6 +437,7 @@ def test_a_tensor_that_wants_a_gradient_on_one_rank_only_is_asked_for(mode: Any)
                 loss.backward()
                 group.allgather(b"", of_living_ranks(PATIENCE))
                 return ""
+            buffer.set_timeout(1.0)
             with pytest.raises(nccl_ep.TimeoutError) as caught:
                 loss.backward()
             group.allgather(b"", of_living_ranks(PATIENCE))
