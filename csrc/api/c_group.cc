@@ -148,6 +148,7 @@ GroupConfig to_group_config(const GroupRequest& config, int num_ranks) {
   result.timeout_seconds = seconds_of(config.timeout_ns);
   result.masks_late_ranks = config.enable_mask;
   result.ll_network = static_cast<LlNetwork>(config.ll_network);
+  result.uses_cumem = config.window == NCCL_EPX_WINDOW_CUMEM;
   result.device_index = config.device;
   result.made_with =
       concat("max_tokens=", config.max_tokens, ", topk=", config.topk, ", num_experts=", config.num_experts,
@@ -159,7 +160,6 @@ GroupConfig to_group_config(const GroupRequest& config, int num_ranks) {
 GroupRequest take_group(const ncclEpGroupConfig_t* given, const ncclEpxGroupOptions_t* given_options, int device) {
   const auto config = take(given, "config");
   const auto options = take_or_default(given_options, "options");
-  check_reserved(options);
   check_flag(options.both_algorithms, "both_algorithms");
   const uint32_t algorithm = choice_of(config.algorithm, NCCL_EP_ALGO_HIGH_THROUGHPUT, "algorithm");
   const uint32_t zero_copy = choice_of(config.zero_copy, NCCL_EP_ZERO_COPY_ON, "zero_copy");
@@ -167,6 +167,8 @@ GroupRequest take_group(const ncclEpGroupConfig_t* given, const ncclEpxGroupOpti
   EP_CHECK(options.domain_size >= 0, "domain_size is ", options.domain_size, ", must not be negative");
   EP_CHECK(options.ll_network >= NCCL_EPX_LL_NETWORK_AUTO && options.ll_network <= NCCL_EPX_LL_NETWORK_MESH,
            "ll_network ", options.ll_network, " is unknown");
+  EP_CHECK(options.window == NCCL_EPX_WINDOW_NCCL || options.window == NCCL_EPX_WINDOW_CUMEM, "window ", options.window,
+           " is unknown");
   EP_CHECK_USAGE((config.alloc.alloc_fn == nullptr) == (config.alloc.free_fn == nullptr),
                  "alloc has one function, must have both or none");
   GroupRequest request;
@@ -190,6 +192,7 @@ GroupRequest take_group(const ncclEpGroupConfig_t* given, const ncclEpxGroupOpti
   request.arena_bytes = options.arena_bytes;
   request.enable_mask = config.enable_mask != 0;
   request.ll_network = options.ll_network;
+  request.window = options.window;
   request.alloc = config.alloc;
   check_rows(request);
   check_received(request);

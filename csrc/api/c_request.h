@@ -24,6 +24,7 @@ struct GroupRequest {
   uint64_t arena_bytes = 0;
   bool enable_mask = false;
   ncclEpxLlNetwork_t ll_network = NCCL_EPX_LL_NETWORK_AUTO;
+  ncclEpxWindow_t window = NCCL_EPX_WINDOW_NCCL;
   ncclEpAllocConfig_t alloc{};
 };
 // Checked as far as it needs no other rank.

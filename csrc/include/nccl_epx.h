@@ -80,6 +80,11 @@ NCCL_EPX_API ncclResult_t ncclEpxCommDestroy(ncclComm_t comm);
 typedef int32_t ncclEpxLlNetwork_t;
 enum { NCCL_EPX_LL_NETWORK_AUTO = 0, NCCL_EPX_LL_NETWORK_RAIL = 1, NCCL_EPX_LL_NETWORK_MESH = 2 };
 
+/* What makes the memory that GPUs share: NCCL, or CUDA's virtual memory. The latter serves the GPUs of one machine and
+ * needs no NCCL, whose communicator takes some 150 MB of a GPU. */
+typedef int32_t ncclEpxWindow_t;
+enum { NCCL_EPX_WINDOW_NCCL = 0, NCCL_EPX_WINDOW_CUMEM = 1 };
+
 typedef struct {
   unsigned int size, magic;
   int32_t both_algorithms;      /* room for both, whatever the config's algorithm: a handle says which it uses */
@@ -87,7 +92,7 @@ typedef struct {
   size_t max_combine_row_bytes; /* of a row on its way home, H times the wire type's size. 0: max_token_bytes */
   uint64_t arena_bytes;         /* HT: of shared memory for ncclEpxMemAlloc. 0: none */
   ncclEpxLlNetwork_t ll_network;
-  int32_t reserved;
+  ncclEpxWindow_t window; /* of groups on GPUs */
 } ncclEpxGroupOptions_t;
 #define NCCL_EPX_GROUP_OPTIONS_INIT NCCL_EP_STRUCT_INIT(ncclEpxGroupOptions_t, NCCL_EP_MAGIC)
 

@@ -21,6 +21,7 @@ EXACT = -1
 LAYOUTS = {"expert_major": 1, "packed": 2, "rank_major": 3, "flat": 4}  # ncclEpxLayout_t
 WEIGHTS_AUTO, WEIGHTS_DISPATCH, WEIGHTS_NONE, WEIGHTS_HOME = range(4)
 TRAP, DROP = 1, 2
+WINDOW_NCCL, WINDOW_CUMEM = range(2)
 HEAD = [("size", c.c_uint), ("magic", c.c_uint)]
 
 
@@ -132,7 +133,7 @@ class CompleteConfig(Struct):
 
 class GroupOptions(Struct):
     _fields_ = [*HEAD, *integers("both_algorithms", "domain_size"), ("max_combine_row_bytes", c.c_size_t),
-                ("arena_bytes", c.c_uint64), *integers("ll_network", "reserved")]  # fmt: skip
+                ("arena_bytes", c.c_uint64), *integers("ll_network", "window")]  # fmt: skip
 
 
 class GroupInfo(Struct):
@@ -253,7 +254,7 @@ class GroupConfig:
     def __init__(
         self, *, algorithm: int = ALGORITHM_AUTO, device: int = -1, max_tokens: int = 0, topk: int = 0,
         overflow_policy: int = 0, domain_size: int = 0, max_combine_row_bytes: int = 0, arena_bytes: int = 0,
-        ll_network: int = 0, **rest: Any,
+        ll_network: int = 0, window: int = 0, **rest: Any,
     ) -> None:  # fmt: skip
         number = {ALGORITHM_AUTO: LL, LOW_LATENCY: LL, HIGH_THROUGHPUT: HT}.get(algorithm, algorithm)
         policy = {0: DROP, 1: TRAP}.get(overflow_policy, overflow_policy)
@@ -264,6 +265,7 @@ class GroupConfig:
         )  # fmt: skip
         self.options = GroupOptions(
             both_algorithms=algorithm == ALGORITHM_AUTO, domain_size=domain_size, ll_network=ll_network,
+            window=window,
             max_combine_row_bytes=max_combine_row_bytes, arena_bytes=arena_bytes,
         )  # fmt: skip
 

@@ -40,6 +40,17 @@ def run_cases(rank: int, library_file: Path, num_ranks: int) -> int:
     return len(cases)
 
 
+def run_cases_without_nccl(rank: int, library_file: Path, num_ranks: int) -> int:
+    """The same in groups of a callback, whose windows are of cuMem: ranks may share a GPU."""
+    on_gpu(rank)
+    library = Library(library_file)
+    cases = expected_cases(8, num_ranks=num_ranks, first=700, fits=has_c_form)
+    for number, case in enumerate(cases):
+        group = rendezvous_of(dist.group.WORLD)
+        CaseRun(library, case, group, number % 2 == 1, "cuda", window=c_api.WINDOW_CUMEM).run()
+    return len(cases)
+
+
 class TestOnGpus:
     pytestmark = needs_gpu
 
@@ -52,6 +63,14 @@ class TestOnGpus:
         self, num_ranks: int, library_file: Path, tmp_path: Path
     ) -> None:
         got = run_processes(num_ranks, run_cases, tmp_path, library_file, num_ranks, timeout=PATIENCE)
+        assert got == [8] * num_ranks
+
+    @ranks_on_gpus
+    @pytest.mark.parametrize("num_ranks", WORLDS)
+    def test_groups_without_nccl_give_the_oracles_bits(
+        self, num_ranks: int, library_file: Path, tmp_path: Path
+    ) -> None:
+        got = run_processes(num_ranks, run_cases_without_nccl, tmp_path, library_file, num_ranks, timeout=PATIENCE)
         assert got == [8] * num_ranks
 
 

@@ -34,6 +34,7 @@ def test_bad_groups_are_refused_with_the_values(library: Library) -> None:
         (c_api.INVALID_ARGUMENT, "algorithm 7", {"algorithm": 7}),
         (c_api.INVALID_ARGUMENT, "enable_mask is set, but high throughput has", {"algorithm": 2, "enable_mask": 1}),
         (c_api.INVALID_ARGUMENT, "ll_network 3 is unknown", {"ll_network": 3}),
+        (c_api.INVALID_ARGUMENT, "window 2 is unknown", {"window": 2}),
         (c_api.INVALID_ARGUMENT, "device is -3", {"device": -3}),
         (c_api.INVALID_ARGUMENT, "0 experts do not divide", {"num_experts": 0}),
         (c_api.INVALID_ARGUMENT, "top-k is 33", {"topk": 33}),
@@ -313,13 +314,13 @@ def test_a_fork_may_not_use_the_group(library: Library, group: c.c_void_p) -> No
 # ---- Ranks that disagree or fall silent
 
 
-def test_ranks_that_disagree_hear_of_it(library: Library) -> None:
+@pytest.mark.parametrize(
+    ("field", "text"),
+    [("domain_size", "domain size: rank . has ., rank . has"), ("window", r"\(window\): rank . has .*cuMem")],
+)
+def test_ranks_that_disagree_hear_of_it(library: Library, field: str, text: str) -> None:
     def body(group: ThreadGroup) -> None:
-        refused(
-            c_api.MISMATCH,
-            "domain size: rank . has ., rank . has",
-            lambda: make_group(library, group, domain_size=group.rank()),
-        )
+        refused(c_api.MISMATCH, text, lambda: make_group(library, group, **{field: group.rank()}))
 
     run_ranks(2, body)
 
