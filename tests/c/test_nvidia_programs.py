@@ -1,7 +1,8 @@
 """NVIDIA's own programs and unit tests, unchanged, over this library on GPUs.
 
 Whoever wants them fetches them; they are no part of this repository. NCCL_EXTENSIONS names a clone. The programs need
-an MPI, for example that of ``pip install mpich``; the unit tests need GoogleTest and four ranks.
+an MPI, for example that of ``pip install mpich``; the unit tests need GoogleTest and four ranks. With fewer GPUs these
+share them: NCCL_MULTI_RANK_GPU_ENABLE=1, and a communicator that needs no NCCL (tests/c/nvidia/without_nccl.cc).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from tests import ROOT
 from tests.c.case import run
 from tests.c.test_headers import toolkit
 from tests.c.test_nvidia_tests import CLONE, FILES, own_headers, run_file
+from tests.c.test_nvidia_tests import RANKS as RANKS_OF_TESTS
 from tests.support.gpus import NUM_GPUS, SHARED_GPUS, needs_gpu, several_gpus
 
 MPIEXEC = Path(shutil.which("mpiexec") or "/nowhere/bin/mpiexec")
@@ -39,7 +41,7 @@ EP_TEST = {
 SHORT = "--validate --warmup 2 --iters 5"
 EP_BENCH = {
     "ll-expert-major": "-a ll -L em -t 128", "ll-rank-major": "-a ll -L rm -t 128",
-    "ht-flat": "-a ht -L fl -t 4096", "ht-expert-major": "-a ht -L em -t 1024 -A 128", "ht-int32": "-a ht -t 256 -I",
+    "ht-flat": "-a ht -L fl -t 4096", "ht-expert-major": "-a ht -L em -t 1024 -A 16", "ht-int32": "-a ht -t 256 -I",
     "ht-unequal-tokens": "-a ht -t 512 -N",
 }  # fmt: skip
 
@@ -97,10 +99,15 @@ def test_ep_bench(programs: Path, arguments: str) -> None:
         assert arguments.startswith("-a ll") and angles and max(angles) < 1e-5, text
 
 
-@pytest.mark.skipif(NUM_GPUS < 4 and not SHARED_GPUS, reason=f"{NUM_GPUS} GPUs here: their tests have four ranks")
+@pytest.mark.skipif(
+    NUM_GPUS < RANKS_OF_TESTS and not SHARED_GPUS, reason=f"{NUM_GPUS} GPUs here: their tests have four ranks"
+)
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_of_theirs(name: str, prefix: Path, library_file: Path, tmp_path: Path) -> None:
     program = tmp_path / name
     flags = [*own_headers(tmp_path), "-lgtest", "-lpthread", "-lrt", "-ldl"]
-    nvcc([CLONE / f"tests/test_{name}.cu", ROOT / "tests/c/nvidia/inside.cc"], program, prefix, library_file, *flags)
+    ours = [ROOT / "tests/c/nvidia/inside.cc"]
+    if NUM_GPUS < RANKS_OF_TESTS:
+        ours.append(ROOT / "tests/c/nvidia/without_nccl.cc")
+    nvcc([CLONE / f"tests/test_{name}.cu", *ours], program, prefix, library_file, *flags)
     run_file(program, *FILES[name])

@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.skipif(not CLONE.is_dir(), reason="NCCL_EXTENSIONS names no clone of NVIDIA/nccl-extensions"),
 ]
 RANKS = 4
-OURS = [ROOT / "tests/c/nvidia/on_cpu.cc", ROOT / "tests/c/nvidia/inside.cc"]
+OURS = [ROOT / "tests/c/nvidia" / name for name in ("on_cpu.cc", "without_nccl.cc", "inside.cc")]
 
 # By file: how many tests there are, and which of them want what docs/c_api.md says is otherwise here.
 FILES: dict[str, tuple[int, set[str]]] = {
@@ -64,7 +64,7 @@ def compile_on_cpu(sources: list[Path], program: Path, prefix: Path, library_fil
     objects = []
     for source in (*sources, *OURS):
         objects.append(program.parent / f"{program.name}_{source.stem}.o")
-        mine = [f"-I{prefix}/include"]
+        mine = ["-DON_CPU", f"-I{prefix}/include"]
         includes = mine if source in OURS else [*flags, *mine]
         run("c++", "-std=c++17", "-w", *includes, *system, "-x", "c++", "-c", source, "-o", objects[-1])
     libraries = [library_file, "-lgtest", "-lpthread", "-ldl", "-lrt", f"-Wl,-rpath,{library_file.parent}"]

@@ -18,7 +18,8 @@ from tests.c.test_headers import toolkit
 from tests.support.gpus import NUM_GPUS, needs_gpu, several_gpus
 from tests.support.patience import PATIENCE
 
-PROGRAM, STAND_INS = ROOT / "tests/c/nvidia/on_gpus.cc", ROOT / "tests/c/nvidia/on_cpu.cc"
+PROGRAM = ROOT / "tests/c/nvidia/on_gpus.cc"
+STAND_INS = [ROOT / "tests/c/nvidia" / name for name in ("on_cpu.cc", "without_nccl.cc")]
 
 
 def run_ranks_of(program: Path, num_ranks: int, **options: Any) -> None:
@@ -38,7 +39,7 @@ def run_ranks_of(program: Path, num_ranks: int, **options: Any) -> None:
 def test_it_is_right_on_cpu_ranks(prefix: Path, library_file: Path, tmp_path: Path) -> None:
     includes = [f"-I{prefix}/include", *(part for path in toolkit() for part in ("-isystem", path))]
     libraries = [library_file, "-lpthread", "-ldl", "-lrt", f"-Wl,-rpath,{library_file.parent}"]
-    run("c++", "-std=c++17", *includes, PROGRAM, STAND_INS, *libraries, "-o", tmp_path / "program")
+    run("c++", "-std=c++17", "-DON_CPU", *includes, PROGRAM, *STAND_INS, *libraries, "-o", tmp_path / "program")
     run_ranks_of(tmp_path / "program", 2)
 
 
