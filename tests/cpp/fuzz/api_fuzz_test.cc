@@ -137,6 +137,7 @@ class Round {
     if (is_both || is_ht) options.arena_bytes = random_.one_in(2) ? 1 << 16 : 0;
     config.enable_mask = is_both || !is_ht ? static_cast<unsigned>(small(0, 1)) : 0;
     options.ll_network = small(0, 2);
+    options.window = small(0, 1);
     if (!check(ncclEpxCommFromCallback(&comm_, small(0, 0), 1, NCCL_EPX_DEVICE_CPU, nullptr, nullptr))) return false;
     return check(ncclEpxCreateGroup(&group_, comm_, odd(config), random_.one_in(8) ? nullptr : &options));
   }
