@@ -14,7 +14,7 @@ from ..errors import UsageError
 from ..handle import Handle as Routing
 from ..handle import Layout as Rows
 from ..pending import receive_lost
-from .enums import CombineQuantizationRecipe, ExpertIdKind, Layout, member
+from .enums import CombineQuantizationRecipe, ExpertIdKind, Layout, PassDir, member
 from .enums import DispatchQuantizationRecipe as Recipe
 from .mode import Mode, kind_of
 from .outputs import Outputs, exactly, ids_as_wide, new_handle, outputs_for
@@ -48,6 +48,7 @@ class LowLatency(Mode):
         self, inputs: DispatchInputs, outputs: DispatchOutputs, info: LayoutInfo | None, config: DispatchConfig
     ) -> None:
         self._require_received()
+        _check_direction(config)
         by_rank = self.layout is Layout.RANK_MAJOR
         x = rows_of(inputs.tokens, "inputs.tokens", self.device)
         kind = kind_of(info)
@@ -136,6 +137,7 @@ class LowLatency(Mode):
 
     def combine(self, inputs: CombineInputs, outputs: CombineOutputs, config: CombineConfig) -> None:
         self._require_received()
+        _check_direction(config)
         rows = tensor_of(inputs.tokens, "inputs.tokens", self.device).contiguous()
         to, sent = tensor_of(outputs.tokens, "outputs.tokens", self.device), self.sent
         recipe = member(CombineQuantizationRecipe, "quantization_recipe", config.quantization_recipe)
@@ -168,6 +170,12 @@ def count(counts: torch.Tensor, counter: torch.Tensor | None) -> None:
     """``counts`` may be longer: an info tensor begins with them."""
     if counter is not None:
         counter.copy_(counts[: len(counter)])
+
+
+def _check_direction(config: DispatchConfig | CombineConfig) -> None:
+    """UsageError for BWD."""
+    if member(PassDir, "pass_direction", config.pass_direction) is PassDir.BWD:
+        raise UsageError("pass_direction is BWD, but the handle is of low latency, which has no backward pass")
 
 
 def _check_recipe(

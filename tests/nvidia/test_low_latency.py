@@ -317,6 +317,14 @@ def test_calls_at_the_wrong_time() -> None:
         )  # fmt: skip
         with pytest.raises(ValueError, match="NVFP4"):
             handle.combine(ep.CombineInputs(tokens=rows), outputs, config=nvfp4, stream=0)
+        back = ep.CombineConfig(pass_direction=ep.PassDir.BWD)
+        with pytest.raises(nccl_ep.UsageError, match="pass_direction is BWD, but the handle is of low latency"):
+            handle.combine(ep.CombineInputs(tokens=rows), outputs, config=back, stream=0)
+        with pytest.raises(nccl_ep.UsageError, match="pass_direction is BWD, but the handle is of low latency"):
+            handle.dispatch(
+                ep.DispatchInputs(tokens=Tensor(mine.x), topk_weights=Tensor(mine.weights)),
+                ep.DispatchOutputs(tokens=rows), config=ep.DispatchConfig(pass_direction=ep.PassDir.BWD), stream=0,
+            )  # fmt: skip
         handle.destroy()
         handle.destroy()
         with pytest.raises(nccl_ep.UsageError, match="the handle was destroyed"):
