@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -352,8 +353,9 @@ class CombineCall:
         rows_per_signal: int,
         signal_threshold: int,
         num_sms: int,
+        out: torch.Tensor | None = None,
     ) -> Pending[torch.Tensor]:
-        """num_sms: of the send where there are ``row_signals``."""
+        """num_sms: of the send where there are ``row_signals``. out: of a split call, what the receive writes."""
         numbers = self.numbers
         if row_signals is not None:
             require_tensors(row_signals=row_signals)
@@ -371,7 +373,7 @@ class CombineCall:
             return self._send_all()
         if self.handle.mode == "ht":
             raise ValueError("a combine of high throughput is not split: pass async_finish=True, or call combine")
-        return self._send_split(numbers, row_signals)
+        return self._send_split(numbers, row_signals, out)
 
     def _send_all(self) -> Pending[torch.Tensor]:
         """On the buffer's own stream."""
@@ -399,7 +401,9 @@ class CombineCall:
             raise error_of(self.buffer, error) from error
         return Pending(lambda: combined, event)
 
-    def _send_split(self, numbers: Numbers, row_signals: torch.Tensor | None) -> Pending[torch.Tensor]:
+    def _send_split(
+        self, numbers: Numbers, row_signals: torch.Tensor | None, given: torch.Tensor | None
+    ) -> Pending[torch.Tensor]:
         buffer, handle, rows, weights = self.buffer, self.handle, self.rows, self.weights
         carried: tuple[torch.Tensor | None, ...] = (None, None, None, None)  # for gradients
         if wants_gradient(rows, weights, self.biases):
@@ -415,12 +419,13 @@ class CombineCall:
             raise error_of(buffer, error) from error
         received_by = (handle.seq, handle.tensor, self.biases, rows.dtype, rows.shape[-1], *sizes, self.numbers)
         open_send = OpenSend("combine", _ops.ll_combine_recv.default, (*received_by, *carried))
+        into = None if given is None else partial(_ops.ll_combine_recv_out.default, *received_by, given)
 
         def receive() -> torch.Tensor:
             try:
-                out: torch.Tensor = open_send.receive(buffer)
+                out: torch.Tensor = open_send.receive(buffer, into)
             except RuntimeError as error:
                 raise error_of(buffer, error) from error
-            return out
+            return out if given is None else given
 
         return Pending.of_send(buffer, open_send, receive)

@@ -46,9 +46,13 @@ class OpenSend:
         self._owner = weakref.ref(owner)
         buffer._open_sends[self._kind] = self
 
-    def receive(self, buffer: SendsOf | None) -> Any:
-        """Waits for the other ranks. Where that fails, the send stays open."""
-        received = self._op(*self._args)
+    def receive(self, buffer: SendsOf | None, into: Callable[[], Any] | None = None) -> Any:
+        """Waits for the other ranks. Where that fails, the send stays open.
+
+        Args:
+            into: receives in the place of ``op``.
+        """
+        received = self._op(*self._args) if into is None else into()
         if buffer is not None and buffer._open_sends.get(self._kind) is self:
             del buffer._open_sends[self._kind]
         return received

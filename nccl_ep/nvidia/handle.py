@@ -116,7 +116,9 @@ class Handle:
             mode.complete()
 
     def destroy(self) -> None:
-        """May be called twice."""
+        """What was sent and is not complete is dropped. May be called twice."""
+        if self._mode is not None:
+            self._mode.drop()
         self._mode = None
 
     def __repr__(self) -> str:

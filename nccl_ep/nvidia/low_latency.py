@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
-from .. import _C, functional
+from .. import _C
+from ..calls import CombineCall
 from ..checks import require_bools
 from ..config import dispatch_numbers
 from ..errors import UsageError
 from ..handle import Handle as Routing
 from ..handle import Layout as Rows
-from ..pending import receive_lost
-from .enums import CombineQuantizationRecipe, ExpertIdKind, Layout, PassDir, member
+from ..ops import scales_of
+from ..pending import OpenSend, Pending, receive_lost
+from .enums import CombineQuantizationRecipe, Layout, PassDir, member
 from .enums import DispatchQuantizationRecipe as Recipe
 from .mode import Mode, kind_of
 from .outputs import Outputs, exactly, ids_as_wide, new_handle, outputs_for
@@ -34,7 +37,7 @@ _QUANTS = ("fp8", "fp8_rounded")  # by round_scales
 
 
 class LowLatency(Mode):
-    """Operations write into the caller's tensors themselves, but for split ones, whose results are copied."""
+    """Operations write into the caller's tensors themselves, those in two calls in the second."""
 
     _receive: Callable[[], None] | None = None  # what is left of a split operation
 
@@ -65,46 +68,44 @@ class LowLatency(Mode):
             "num_experts": self.sizes.num_experts, "layout": "rank_major" if by_rank else "expert_major",
             "max_tokens": self.sizes.max_tokens, "quant": quant, "num_sms": self.sizes.num_sms,
         }  # fmt: skip
-        if not config.send_only:
-            self._dispatch(x, scales, topk_idx, weights, given, counter, kind, **shape)
-            return
-        self._outputs(x, scales, topk_idx, given, **shape)  # what does not fit is refused before anything is sent
-        pending = functional.dispatch_send(x, topk_idx, weights, buffer=self.buffer, scales=scales, **shape)
-
-        def receive() -> None:
-            out = pending.receive()
-            self._sent = out.handle
-            self.number_experts(out.topk_idx, kind)
-            made = {"tokens": out.x, "scales": out.scales, "topk_weights": out.weights, "topk_idx": out.topk_idx}
-            for name, source in made.items():
-                if source is not None and (to := given[name]) is not None:
-                    exactly(to, name, source.shape, source.dtype).copy_(source)
-            count(out.counts, counter)
-
-        self._receive = receive
-
-    def _dispatch(
-        self, x: torch.Tensor, scales: torch.Tensor | None, topk_idx: torch.Tensor, weights: torch.Tensor | None,
-        given: dict[str, torch.Tensor | None], counter: torch.Tensor | None, kind: ExpertIdKind, **shape: Any,
-    ) -> None:  # fmt: skip
-        buffer, topk, ranks = self.buffer, topk_idx.shape[1], self.buffer.num_ranks
-        num_experts, max_tokens = shape["num_experts"], shape["max_tokens"]
+        buffer, ranks, (num_tokens, topk) = self.buffer, self.buffer.num_ranks, topk_idx.shape
+        # What does not fit is refused before anything is sent.
         made, rows, capacity, numbers = self._outputs(x, scales, topk_idx, given, **shape)
-        handle = new_handle(x, _C.handle_size(numbers, ranks, len(x)))
-        to = made.tensors
+        to, call = made.tensors, (buffer._seq, x, scales, topk_idx, weights, capacity, numbers)
+
+        def finish(handle: torch.Tensor) -> None:
+            self._sent = Routing(
+                handle, buffer._seq, num_tokens, topk, self.sizes.num_experts, self.sizes.max_tokens, rows, capacity,
+                ranks, weights=to["topk_weights"],
+            )  # fmt: skip
+            self.number_experts(to["topk_idx"], kind)
+            made.deliver()
+            count(to["info"], counter)
+
         with self.told():
             if buffer._open_sends:
                 receive_lost(buffer, "dispatch")
-            _ops.ll_dispatch_out.default(
-                buffer._seq, x, scales, topk_idx, weights, capacity, numbers, *to.values(), handle
-            )
-        self._sent = Routing(
-            handle, buffer._seq, len(x), topk, num_experts, max_tokens, rows, capacity, ranks,
-            weights=to["topk_weights"],
-        )  # fmt: skip
-        self.number_experts(to["topk_idx"], kind)
-        made.deliver()
-        count(to["info"], counter)
+            if config.send_only:
+                handle = _ops.ll_dispatch_send.default(*call)
+            else:
+                handle = new_handle(x, _C.handle_size(numbers, ranks, num_tokens))
+                _ops.ll_dispatch_out.default(*call, *to.values(), handle)
+        if not config.send_only:
+            finish(handle)
+            return
+        is_idx64 = topk_idx.dtype == torch.int64
+        sizes = x.dtype, x.shape[1], *scales_of(scales), num_tokens, is_idx64, capacity, numbers
+        received_by = buffer._seq, handle, *sizes
+        # What nobody receives any more goes into memory of its own: the caller's may be gone by then.
+        open_send = OpenSend("dispatch", _ops.ll_dispatch_recv.default, (*received_by, None, None))
+        into = partial(_ops.ll_dispatch_recv_out.default, *received_by, *to.values())
+
+        def receive() -> None:
+            with self.told():
+                open_send.receive(buffer, into)
+            finish(handle)
+
+        self._receive = Pending.of_send(buffer, open_send, receive).receive
 
     def _outputs(
         self, x: torch.Tensor, scales: torch.Tensor | None, topk_idx: torch.Tensor,
@@ -151,15 +152,24 @@ class LowLatency(Mode):
             self.combine_into(to, rows, sent, weights)
             return
         to = exactly(to, "tokens", [sent.num_tokens, rows.shape[-1]], to.dtype)
-        options = {"weights": weights, "out_dtype": to.dtype, "num_sms": self.sizes.num_sms}
-        pending = functional.combine_send(rows, sent, **options)  # type: ignore[arg-type]
-        self._receive = lambda: (to.copy_(pending.receive()), None)[1]
+        given = Outputs.of(tokens=to)
+        call = CombineCall.of(rows, sent, weights, None, None, to.dtype, None, self.sizes.num_sms, 1)
+        pending = call.send(False, None, 0, 1, 0, given.tensors["tokens"])
+
+        def receive() -> None:
+            pending.receive()
+            given.deliver()
+
+        self._receive = receive
 
     def complete(self) -> None:
         """Receives what was only sent, if anything was."""
         receive, self._receive = self._receive, None
         if receive is not None:
             receive()
+
+    def drop(self) -> None:
+        self._receive = None
 
     def _require_received(self) -> None:
         if self._receive is not None:

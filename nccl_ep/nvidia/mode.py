@@ -57,6 +57,9 @@ class Mode:
             raise UsageError("this handle has dispatched nothing that it could follow home")
         return self._sent
 
+    def drop(self) -> None:
+        """What was sent alone is nobody's any more."""
+
     @contextlib.contextmanager
     def told(self) -> Iterator[None]:
         """An op's error becomes what the buffer says of it."""

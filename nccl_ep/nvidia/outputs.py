@@ -22,6 +22,20 @@ class Outputs:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
+    @classmethod
+    def of(cls, **given: torch.Tensor) -> Outputs:
+        """The caller's tensors by name; what an op cannot write to is replaced."""
+        made = cls()
+        for name, to in given.items():
+            made.add(name, to)
+        return made
+
+    def add(self, name: str, to: torch.Tensor) -> None:
+        self.tensors[name] = to
+        if not to.is_contiguous() or to.data_ptr() % 16:
+            self.tensors[name] = torch.empty_like(to, memory_format=torch.contiguous_format)
+            self.copies.append((to, self.tensors[name]))
+
     def deliver(self) -> None:
         """After the op."""
         for to, source in self.copies:
@@ -52,10 +66,7 @@ def outputs_for(
         if to is None:
             made.tensors[name] = x.new_empty(shape, dtype=dtype)
             continue
-        made.tensors[name] = to = exactly(to, name, shape, dtype)
-        if not to.is_contiguous() or to.data_ptr() % 16:
-            made.tensors[name] = torch.empty_like(to, memory_format=torch.contiguous_format)
-            made.copies.append((to, made.tensors[name]))
+        made.add(name, exactly(to, name, shape, dtype))
     return made
 
 

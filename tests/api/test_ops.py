@@ -35,16 +35,20 @@ from tests.support.op_checks import (
 )
 
 OPS = [
-    "ll_dispatch", "ll_dispatch_out", "ll_dispatch_send", "ll_dispatch_recv", "ll_combine", "ll_combine_out",
-    "ll_combine_send", "ll_combine_recv", "ll_combine_weights", "require_no_overflow", "row_carrier",
+    "ll_dispatch", "ll_dispatch_out", "ll_dispatch_send", "ll_dispatch_recv", "ll_dispatch_recv_out", "ll_combine",
+    "ll_combine_out", "ll_combine_send", "ll_combine_recv", "ll_combine_recv_out", "ll_combine_weights",
+    "require_no_overflow", "row_carrier",
 ]  # fmt: skip
 DEEPEP_OPS = [
     "ll_dispatch_deepep", "ll_dispatch_deepep_send", "ll_dispatch_deepep_recv", "ll_combine_deepep",
     "ll_combine_deepep_send", "ll_combine_deepep_recv",
 ]  # fmt: skip
 DEEPEP_QUANTS = [None, "fp8", "fp8_rounded", "fp8_ue8m0"]
-SPLIT = [name for name in OPS if name.endswith(("_send", "_recv"))]
-WRITE = {"ll_dispatch_out": {"handle"}, "ll_dispatch_recv": {"handle"}, "ht_dispatch_routed": {"info", "route"}}
+SPLIT = [name for name in OPS if "_send" in name or "_recv" in name]
+WRITE = {
+    "ll_dispatch_out": {"handle"}, "ll_dispatch_recv": {"handle"}, "ll_dispatch_recv_out": {"handle"},
+    "ht_dispatch_routed": {"info", "route"},
+}  # fmt: skip
 ops = torch.ops.nccl_ep
 
 
@@ -97,14 +101,16 @@ class Calls:
         }
         outs = [torch.zeros_like(tensor) for tensor in ops.ll_dispatch.default(*dispatch)]
         self.args["ll_dispatch_out"] = (*dispatch, *outs)
+        self.args["ll_dispatch_recv_out"] = (*self.args["ll_dispatch_recv"][:-2], *map(torch.zeros_like, outs[:-1]))
+        self.args["ll_combine_recv_out"] = (*self.args["ll_combine_recv"][:-4], torch.zeros(len(given.x), shape.hidden))
 
 
 def _check(name: str, calls: Calls, util: str) -> None:
     """opcheck of one op, which runs it more than once. A send needs its receive behind each run, a receive its send
     before: of these opcheck gets what runs them once."""
     args = calls.args[name]
-    if name.endswith("_recv"):
-        send = name.replace("_recv", "_send")
+    if "_recv" in name:
+        send = name.partition("_recv")[0] + "_send"
         sent = getattr(ops, send).default(*calls.args[send])
         if sent is not None:
             args = (*args[:1], sent, *args[2:])
@@ -273,7 +279,10 @@ def test_fakes_are_what_the_ops_return(layout: str, quant: str | None) -> None:
                 fakes, sent = {name: faked(name, calls.args[name]) for name in OPS}, None
                 for name in OPS:
                     args = list(calls.args[name])
-                    if name == "ll_dispatch_recv":
+                    if name.endswith("_recv_out"):
+                        send = name.replace("_recv_out", "_send")
+                        sent = getattr(ops, send).default(*calls.args[send])
+                    if name.startswith("ll_dispatch_recv"):
                         args[1] = sent
                     result = getattr(ops, name).default(*args)
                     assert fakes[name] == described(result), name

@@ -71,6 +71,15 @@ class Calls:
         handle = ops.ll_dispatch_send.default(*self._dispatch())
         return self.seq, handle, torch.float32, H, 0, torch.float32, T, True, T, self._config(), None, None
 
+    def ll_dispatch_recv_out(self) -> Args:
+        outs = map(torch.zeros_like, ops.ll_dispatch.default(*self._dispatch())[:-1])
+        return *self.ll_dispatch_recv()[:-2], *outs
+
+    def ll_combine_recv_out(self) -> Args:
+        seq, rows, handle, *how, out = self._combine("ll")
+        ops.ll_combine_send.default(seq, rows, handle, *how, None)
+        return seq, handle, [], rows.dtype, H, *how[3:], out
+
     def ll_combine_out(self) -> Args:
         return self._combine("ll")
 
@@ -202,7 +211,7 @@ def require_marks(name: str, way: str, buffer: nccl_ep.Buffer, inference: bool) 
 
 
 def test_all_ops_that_write_are_in_the_table() -> None:
-    assert len(WRITING) == 14
+    assert len(WRITING) == 16
     assert all(hasattr(Calls, name) for name in WRITING)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import nccl_ep
 from nccl_ep import nvidia as ep
@@ -110,6 +111,58 @@ def test_rank_major(kind: ep.ExpertIdKind, send_only: int) -> None:
         home = torch.zeros_like(mine.x)
         handle.combine(ep.CombineInputs(tokens=Tensor(rows)), ep.CombineOutputs(tokens=Tensor(home)), stream=0)
         assert_close(home, weighted_sum(mine))
+        owner.destroy()
+
+    run_ranks(RANKS, body)
+
+
+class Copies(TorchDispatchMode):
+    """How many elements were copied at the most in one call."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.copy_, torch.ops.aten.clone, torch.ops.aten._to_copy):
+            self.most = max(self.most, args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+def test_results_of_split_calls_are_written_once() -> None:
+    """Into the caller's tensors; those that nobody receives are not."""
+
+    def body(group: Any) -> None:
+        mine, owner = tokens_of(group.rank()), made_group(group)
+        handle = owner.create_handle(ep.Layout.EXPERT_MAJOR, Tensor(mine.ids), stream=0)
+        counts, home = torch.zeros(LOCAL, dtype=torch.int32), torch.zeros_like(mine.x)
+
+        def send(rows: torch.Tensor) -> None:
+            handle.dispatch(
+                ep.DispatchInputs(tokens=Tensor(mine.x)), ep.DispatchOutputs(tokens=Tensor(rows)),
+                layout_info=ep.LayoutInfo(expert_counters=Tensor(counts)), config=ep.DispatchConfig(send_only=1),
+                stream=0,
+            )  # fmt: skip
+
+        rows, lost = by_expert(), by_expert()
+        with Copies() as copies:
+            send(rows)
+            handle.complete(stream=0)
+            handle.combine(
+                ep.CombineInputs(tokens=Tensor(rows)), ep.CombineOutputs(tokens=Tensor(home)),
+                config=ep.CombineConfig(send_only=1), stream=0,
+            )  # fmt: skip
+            handle.complete(stream=0)
+        assert copies.most <= LOCAL  # the counters
+        assert_close(home, mine.x.float() * (mine.ids >= 0).sum(1, keepdim=True))
+        send(lost)
+        handle.destroy()
+        handle = owner.create_handle(ep.Layout.EXPERT_MAJOR, Tensor(mine.ids), stream=0)
+        again = by_expert()
+        send(again)
+        handle.complete(stream=0)
+        assert lost.equal(by_expert())
+        for local in range(LOCAL):
+            came = int(counts[local])
+            assert again[local, :came].equal(rows[local, :came])
         owner.destroy()
 
     run_ranks(RANKS, body)

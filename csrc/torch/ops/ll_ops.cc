@@ -24,6 +24,7 @@ class NativeOutputs final : public DispatchOutputs {
   // What is to be made: all, but for a receive, whose handle is there; of a send the handle alone.
   NativeOutputs(Phase phase, const Tensor* handle = nullptr) : phase_(phase), handle_(handle) {}
   NativeOutputs(const DispatchRefs& given, const DispatchInputs& inputs) : given_(&given), inputs_(&inputs) {}
+  explicit NativeOutputs(const DispatchRefs& given) : given_(&given) {}  // of a receive
 
   void take(LlDispatchParams& p, const InputTypes& row, const Group&, const at::Device& device) override {
     if (given_ != nullptr) {
@@ -46,10 +47,12 @@ class NativeOutputs final : public DispatchOutputs {
  private:
   void check_given(const LlDispatchParams& p, const InputTypes& row, const at::Device& device) const {
     AliasCheck aliases;
-    aliases.reads("x", inputs_->x);
-    aliases.reads("scales", pointer_to(inputs_->scales));
-    aliases.reads("topk_idx", inputs_->topk_idx);
-    aliases.reads("topk_weights", pointer_to(inputs_->topk_weights));
+    if (inputs_ != nullptr) {
+      aliases.reads("x", inputs_->x);
+      aliases.reads("scales", pointer_to(inputs_->scales));
+      aliases.reads("topk_idx", inputs_->topk_idx);
+      aliases.reads("topk_weights", pointer_to(inputs_->topk_weights));
+    }
     check_outputs(*given_, row, p.options.quant, p.output, device, aliases);
   }
 
@@ -104,6 +107,20 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> ll_dispatch_recv(
     receive_dispatch(seq, row, capacity, config, outputs);
     const DispatchTensors& t = outputs.made;
     return std::make_tuple(t.x, t.scales, t.weights, t.topk_idx, t.row_expert, t.info);
+  });
+}
+
+void ll_dispatch_recv_out(const Tensor& seq, const Tensor& handle, at::ScalarType dtype, int64_t hidden,
+                          int64_t num_scales, at::ScalarType scale_dtype, int64_t num_tokens, bool is_idx64,
+                          int64_t capacity, at::IntArrayRef numbers, const Tensor& out_x, const Tensor& out_scales,
+                          const Tensor& out_weights, const Tensor& out_topk_idx, const Tensor& out_row_expert,
+                          const Tensor& out_info) {
+  guarded([&] {
+    const DispatchConfig config = dispatch_config(numbers);
+    const InputTypes row{dtype, hidden, num_scales, scale_dtype, num_tokens, config.topk, is_idx64};
+    const DispatchRefs given{out_x, out_scales, out_weights, out_topk_idx, out_row_expert, out_info, handle};
+    NativeOutputs outputs(given);
+    receive_dispatch(seq, row, capacity, config, outputs);
   });
 }
 
@@ -182,6 +199,15 @@ Tensor ll_combine_recv(const Tensor& seq, const Tensor& handle, at::TensorList b
   });
 }
 
+void ll_combine_recv_out(const Tensor& seq, const Tensor& handle, at::TensorList biases, at::ScalarType rows_dtype,
+                         int64_t hidden, int64_t num_tokens, int64_t capacity, at::IntArrayRef config,
+                         const Tensor& out) {
+  guarded([&] {
+    const CombineArgs args{.biases = biases, .hidden = hidden, .rows_dtype = rows_dtype};
+    run_combine(seq, handle, num_tokens, capacity, combine_config(config), args, Phase::kRecv, &out);
+  });
+}
+
 Tensor ll_combine_weights(const Tensor& seq, const Tensor& values, const Tensor& handle, int64_t num_tokens,
                           int64_t capacity, at::IntArrayRef config) {
   return guarded([&] {
@@ -230,9 +256,9 @@ void require_no_overflow(const Tensor& seq, const Tensor& info, int64_t capacity
   "biases, " EP_HANDLE_SCHEMA
 
 fast_call::Op ll_ops[] = {
-    EP_OP(ll_dispatch),        EP_OP(ll_dispatch_out),     EP_OP(ll_dispatch_send), EP_OP(ll_dispatch_recv),
-    EP_OP(ll_combine),         EP_OP(ll_combine_out),      EP_OP(ll_combine_send),  EP_OP(ll_combine_recv),
-    EP_OP(ll_combine_weights), EP_OP(require_no_overflow),
+    EP_OP(ll_dispatch),          EP_OP(ll_dispatch_out),     EP_OP(ll_dispatch_send),   EP_OP(ll_dispatch_recv),
+    EP_OP(ll_dispatch_recv_out), EP_OP(ll_combine),          EP_OP(ll_combine_out),     EP_OP(ll_combine_send),
+    EP_OP(ll_combine_recv),      EP_OP(ll_combine_recv_out), EP_OP(ll_combine_weights), EP_OP(require_no_overflow),
 };
 
 }  // namespace
@@ -251,12 +277,20 @@ TORCH_LIBRARY(nccl_ep, library) {
       "num_scales, ScalarType scale_dtype, SymInt num_tokens, bool is_idx64, " EP_DISPATCH_CONFIG_SCHEMA
       ", Tensor? x, Tensor? topk_weights) -> (Tensor x, Tensor scales, Tensor weights, Tensor topk_idx, Tensor "
       "row_expert, Tensor info)");
+  library.def(
+      "ll_dispatch_recv_out(Tensor(a!) seq, Tensor(b!) handle, ScalarType dtype, SymInt hidden, SymInt "
+      "num_scales, ScalarType scale_dtype, SymInt num_tokens, bool is_idx64, " EP_DISPATCH_CONFIG_SCHEMA
+      ", Tensor(c!) out_x, Tensor(d!) out_scales, Tensor(e!) out_weights, Tensor(f!) out_topk_idx, Tensor(g!) "
+      "out_row_expert, Tensor(h!) out_info) -> ()");
   library.def("ll_combine(" EP_COMBINE_SCHEMA ") -> Tensor out");
   library.def("ll_combine_out(" EP_COMBINE_SCHEMA ", Tensor(b!) out) -> ()");
   library.def("ll_combine_send(" EP_COMBINE_SCHEMA ", Tensor? row_signals) -> ()");
   library.def(
       "ll_combine_recv(Tensor(a!) seq, Tensor handle, Tensor[] biases, ScalarType rows_dtype, SymInt "
       "hidden, " EP_HANDLE_SCHEMA ", Tensor? carrier, Tensor? rows, Tensor? weights, Tensor? topk_idx) -> Tensor out");
+  library.def(
+      "ll_combine_recv_out(Tensor(a!) seq, Tensor handle, Tensor[] biases, ScalarType rows_dtype, SymInt "
+      "hidden, " EP_HANDLE_SCHEMA ", Tensor(b!) out) -> ()");
   library.def("ll_combine_weights(Tensor(a!) seq, Tensor values, Tensor handle, " EP_HANDLE_SCHEMA ") -> Tensor out");
   library.def("require_no_overflow(Tensor(a!) seq, Tensor info, SymInt capacity, int[] config) -> ()");
 }
