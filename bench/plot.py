@@ -199,17 +199,23 @@ def plot_bars(key: tuple[Any, ...], group: list[Record]) -> Any:
 
 def _draw_bars(axes: Any, bars: list[tuple[float, str, str]], room: int) -> None:
     """Short ones first: (microseconds, kind, whose)."""
-    middle = median(value for value, *_ in bars)
-    end = max(value for value, *_ in bars if value <= _FAR * middle)
-    for place, (value, kind, _) in enumerate(bars):
-        axes.barh(place, min(value, 1.18 * end), color=_COLOURS[kind], height=0.7)
-        text = f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
-        if value > end:
-            axes.text(1.17 * end, place, f"{text} →", va="center", ha="right", fontsize=8, color="white")
-        else:
-            axes.text(value + 0.01 * end, place, text, va="center", fontsize=8)
+    lengths = [(place, value, _COLOURS[kind]) for place, (value, kind, _) in enumerate(bars)]
+    draw_lengths(axes, lengths, lambda value: f"{value:,.0f}" if value >= 100 else f"{value:.1f}")
     axes.set_yticks(range(len(bars)), labels=[name for *_, name in bars], fontsize=8)
-    axes.set(xlim=(0, 1.18 * end), xlabel="time in µs", ylim=(room - 0.5, -0.5))
+    axes.set(xlabel="time in µs", ylim=(room - 0.5, -0.5))
+
+
+def draw_lengths(axes: Any, bars: list[tuple[int, float, str]], text_of: Callable[[float], str]) -> None:
+    """Bars from 0 on that say how long they are: (place, value, colour)."""
+    middle = median(value for _, value, _ in bars)
+    end = max(value for _, value, _ in bars if value <= _FAR * middle)
+    for place, value, colour in bars:
+        axes.barh(place, min(value, 1.18 * end), color=colour, height=0.7)
+        if value > end:
+            axes.text(1.17 * end, place, f"{text_of(value)} →", va="center", ha="right", fontsize=8, color="white")
+        else:
+            axes.text(value + 0.01 * end, place, text_of(value), va="center", fontsize=8)
+    axes.set_xlim(0, 1.18 * end)
     axes.grid(alpha=0.3, axis="x")
     axes.set_axisbelow(True)
 

@@ -6,10 +6,9 @@ import importlib
 from pathlib import Path
 from typing import Any
 
+from ..plot import draw_lengths
 from ..records import Record
 from . import table
-
-MOST_LINEAR = 10  # times the shortest bar that the longest has on a linear axis
 
 
 def draw(found: list[Record], path: Path) -> None:
@@ -23,29 +22,23 @@ def draw(found: list[Record], path: Path) -> None:
     panels = figure.subplots(1, len(shown), sharey=True, squeeze=False)[0]
     names, owner = [], ""
     for name, mine, _ in rows:
-        owner = owner if name.startswith("its ") else name.replace("`", "").split(", rank-major")[0]
+        owner = owner if name.startswith("its ") else name.replace("`", "").removesuffix(", padded")
         names.append(f"{owner}, rank-major rows" if name.startswith("its ") else owner)
         names[-1] += "" if _has_graphs(mine) else ", by events"
+    colours = ["tab:blue" if name.startswith("nccl_ep") else "tab:gray" for name in names]
     for column, panel in zip(shown, panels, strict=True):
         values = [_shown(mine, column, layouts) for _, mine, layouts in rows]
-        colours = ["tab:blue" if name.startswith("nccl_ep") else "tab:gray" for name in names]
-        bars = panel.barh(range(len(rows)), [value or 0 for value in values], color=colours)
-        panel.bar_label(bars, ["" if value is None else f"{value:,.{column.digits}f}" for value in values], padding=3)
+        bars = [(i, value, colours[i]) for i, value in enumerate(values) if value is not None]
+        if bars:
+            draw_lengths(panel, bars, lambda value, digits=column.digits: f"{value:,.{digits}f}")  # type: ignore[misc]
         panel.set_title(column.title, fontsize=9)
-        known = [value for value in values if value]
-        unit = "MB" if column.figure == "memory_total" else "us"
-        if known and max(known) > MOST_LINEAR * min(known):
-            panel.set_xscale("log")
-            panel.set_xlim(min(known) / 2, 6 * max(known))
-            unit += ", logarithmic"
-        else:
-            panel.set_xlim(0, 1.3 * max(known, default=1))
-        panel.set_xlabel(unit, fontsize=8)
+        panel.set_xlabel("MB" if column.figure == "memory_total" else "µs", fontsize=8)
     panels[0].set_yticks(range(len(rows)), names, fontsize=9)
     panels[0].invert_yaxis()
     first = found[0]
     figure.suptitle(
-        f"Dispatch and combine together on {first['ranks']} x {first['device']}, {first['date']}: less is better",
+        f"Dispatch and combine together on {first['ranks']} x {first['device']}, {first['date']}: less is better. "
+        "→: longer than its panel",
         fontsize=10,
     )
     path.parent.mkdir(parents=True, exist_ok=True)
