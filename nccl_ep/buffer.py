@@ -38,20 +38,10 @@ from .windows import Windows
 
 _MAX_UINT64 = (1 << 64) - 1
 _NO_SIZES = "no sizes: Buffer.for_shapes takes those of the calls"
-# What for_shapes takes beside sizes.
-_OPTIONS = {
-    "enable_shrink", "elastic", "join", "comm", "device", "timeout", "on_overflow", "on_invalid_ids", "domain_size",
-    "ll_network", "window", "network_seed", "name", "_made_with",
-}  # fmt: skip
 # How names of methods of DeepEP begin that this class has not.
 _DEEP_EP_METHODS = (
-    "low_latency_",
-    "get_dispatch_",
-    "get_combine_",
-    "internode_",
-    "clean_low_latency_",
-    "get_low_latency_",
-)
+    "low_latency_", "clean_low_latency_", "get_low_latency_", "get_dispatch_", "get_combine_", "internode_",
+)  # fmt: skip
 _numbers = itertools.count()
 # All that this process has made, and their names, by the ids of their windows.
 _buffers: dict[int, tuple[weakref.ref[Buffer], str]] = {}
@@ -216,7 +206,7 @@ class Buffer:
 
         Raises: as ``Buffer``.
         """
-        if unknown := options.keys() - _OPTIONS:
+        if unknown := options.keys() - {"_made_with", *(Buffer.__init__.__kwdefaults__ or ())}:
             raise TypeError(f"Buffer.for_shapes() got an unexpected keyword argument {sorted(unknown)[0]!r}")
         made_with = options.pop("_made_with", None)
         comm = options.pop("comm", None)
