@@ -242,9 +242,7 @@ class DispatchCall:
         except RuntimeError as error:
             raise error_of(buffer, error) from error
         # Of x nothing is kept but what stands for it.
-        is_idx64 = self.topk_idx.dtype == torch.int64
-        sizes = self.x.dtype, self.x.shape[1], *scales_of(self.scales), shape.num_tokens, is_idx64
-        received_by = (buffer._seq, sent, *sizes, shape.capacity, shape.numbers, like_x, like_weights)
+        received_by = (*dispatch_receive_args(sent, buffer._seq, *self.args()), like_x, like_weights)
         open_send = OpenSend("dispatch", _ops.ll_dispatch_recv.default, received_by)
 
         def receive() -> DispatchOutput:
@@ -256,6 +254,15 @@ class DispatchCall:
             return shape.output(like_x, (*received, sent))
 
         return Pending.of_send(buffer, open_send, receive)
+
+
+def dispatch_receive_args(
+    sent: torch.Tensor, seq: torch.Tensor, x: torch.Tensor, scales: torch.Tensor | None, topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor | None, capacity: int, numbers: Numbers,
+) -> tuple[Any, ...]:  # fmt: skip
+    """What ``ll_dispatch_recv`` takes but for gradients. sent: what ``ll_dispatch_send`` returned, of the others."""
+    sizes = x.dtype, x.shape[1], *scales_of(scales), x.shape[0], topk_idx.dtype == torch.int64
+    return seq, sent, *sizes, capacity, numbers
 
 
 def _cast_under_autocast(weights: torch.Tensor) -> torch.Tensor:

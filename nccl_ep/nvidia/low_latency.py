@@ -9,13 +9,12 @@ from typing import Any
 import torch
 
 from .. import _C
-from ..calls import CombineCall
+from ..calls import CombineCall, dispatch_receive_args
 from ..checks import require_bools
 from ..config import dispatch_numbers
 from ..errors import UsageError
 from ..handle import Handle as Routing
 from ..handle import Layout as Rows
-from ..ops import scales_of
 from ..pending import OpenSend, Pending, receive_lost
 from .enums import CombineQuantizationRecipe, Layout, PassDir, member
 from .enums import DispatchQuantizationRecipe as Recipe
@@ -93,9 +92,7 @@ class LowLatency(Mode):
         if not config.send_only:
             finish(handle)
             return
-        is_idx64 = topk_idx.dtype == torch.int64
-        sizes = x.dtype, x.shape[1], *scales_of(scales), num_tokens, is_idx64, capacity, numbers
-        received_by = buffer._seq, handle, *sizes
+        received_by = dispatch_receive_args(handle, *call)
         # What nobody receives any more goes into memory of its own: the caller's may be gone by then.
         open_send = OpenSend("dispatch", _ops.ll_dispatch_recv.default, (*received_by, None, None))
         into = partial(_ops.ll_dispatch_recv_out.default, *received_by, *to.values())
