@@ -1,12 +1,19 @@
-"""A rank of the benchmark's Launcher: who can reach it and its starter? ``python -m tests.bench.listening_ranks``."""
+"""Who can reach the ranks of the benchmark's Launcher, and their starter? ``python -m tests.bench.listening_ranks``.
+
+The starter is a process of its own: one that runs tests may listen for another test.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
+import time
 from pathlib import Path
 
-from bench.world import World
-from nccl_ep.doctor.ranks import STORE
+from bench.world import World, is_rank
+from nccl_ep.doctor.ranks import STORE, Launcher
+
+_SECONDS = 120  # for both ranks
 
 _LISTENS = "0A"  # the state in /proc/net/tcp
 _LOOPBACK = ("0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000")
@@ -27,6 +34,10 @@ def listeners(pid: int | str) -> list[str]:
     return found
 
 
+def start() -> str:
+    return Launcher(2).run("tests.bench.listening_ranks", [], {}, time.monotonic() + _SECONDS)
+
+
 def main() -> None:
     world = World("cpu")
     assert world.agree(lambda: {"rank": world.rank, "figures": [0.5, None, "text"]}) == [
@@ -41,4 +52,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main() if is_rank() else start() or None)
