@@ -9,6 +9,8 @@
 
 namespace ep {
 
+// Nothing is inlined: NCCL's code for each kind of network would stand at every call, and take a third of the time in
+// which the kernels compile.
 class GinNetwork {
  public:
   struct Args {
@@ -18,19 +20,19 @@ class GinNetwork {
 
   __device__ __forceinline__ explicit GinNetwork(const Args& args) : args_(&args) {}
 
-  __device__ __forceinline__ void put(int peer, int context, Offset target, Offset source, uint64_t bytes) const {
+  __device__ __noinline__ void put(int peer, int context, Offset target, Offset source, uint64_t bytes) const {
     gin(context).put(world(), peer, args_->window, target, args_->window, source, bytes, ncclGin_None{}, ncclGin_None{},
                      ncclCoopThread{}, ncclGin_None{}, kGiven);
   }
-  __device__ __forceinline__ void put_and_signal(int peer, int context, Offset target, Offset source, uint64_t bytes,
-                                                 int signal, uint64_t add) const {
+  __device__ __noinline__ void put_and_signal(int peer, int context, Offset target, Offset source, uint64_t bytes,
+                                              int signal, uint64_t add) const {
     gin(context).put(world(), peer, args_->window, target, args_->window, source, bytes, action(signal, add),
                      ncclGin_None{}, ncclCoopThread{}, ncclGin_None{}, kGiven);
   }
-  __device__ __forceinline__ void signal(int peer, int context, int signal, uint64_t add) const {
+  __device__ __noinline__ void signal(int peer, int context, int signal, uint64_t add) const {
     gin(context).signal(world(), peer, action(signal, add), ncclCoopThread{}, ncclGin_None{}, kGiven);
   }
-  __device__ __forceinline__ uint64_t read_signal(int context, int signal) const {
+  __device__ __noinline__ uint64_t read_signal(int context, int signal) const {
     return gin(context).readSignal(static_cast<ncclGinSignal_t>(signal));
   }
 
