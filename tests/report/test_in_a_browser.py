@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -17,16 +16,21 @@ from tests import ROOT
 from tests.report import programs
 from tests.report.programs import RANKS, ROW_BYTES
 from tests.report.test_report import Page
+from tools import browser
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium (Debian: apt-get install chromium)"),
-]
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def chromium() -> str:
+    found, why_not = browser.find()
+    if found is None:
+        pytest.skip(why_not)
+    return found
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_page_as_a_browser_shows_it(tmp_path: Path, scheme: str) -> None:
+def test_the_page_as_a_browser_shows_it(chromium: str, tmp_path: Path, scheme: str) -> None:
     run, out = tmp_path / "run", tmp_path / "page.html"
     programs.recorded(run, "ll", "ht")
     records = ROOT / "records/ll_2xh100_2026-11-27.json"
@@ -57,12 +61,11 @@ def test_the_page_as_a_browser_shows_it(tmp_path: Path, scheme: str) -> None:
     </script></body>"""
     out.write_text(out.read_text().replace("</body>", act))
     command = [
-        str(CHROMIUM), "--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr",
-        "--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={tmp_path / 'profile'}",
-        f"--blink-settings=preferredColorScheme={int(scheme == 'light')}", "--virtual-time-budget=5000", "--dump-dom",
-        out.as_uri(),
+        *browser.command(chromium, str(tmp_path / "profile")), "--enable-logging=stderr",
+        "--host-resolver-rules=MAP * ~NOTFOUND", f"--blink-settings=preferredColorScheme={int(scheme == 'light')}",
+        "--virtual-time-budget=5000", "--dump-dom", out.as_uri(),
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=browser.LIMIT)
     assert done.returncode == 0 and ":CONSOLE" not in done.stderr, done.stderr[-3000:]
     page, found = Page(done.stdout), figures(load([run]).recorded)
     assert json.loads(page.data)["recorded"] == found

@@ -1,24 +1,23 @@
-"""Pictures of four pages of the site, as a browser shows them. Without Chromium it says so, and is content.
+"""Pictures of four pages of the site, as a browser shows them. Where no browser starts it says so, and is content.
 
 python -m tools.site.screenshots SITE FOLDER
 """
 
-import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+from tools import browser
+
 PAGES = ("index", "docs/network", "reference/nccl_ep", "reference/c")
 SIZE = "1600,1800"  # pixels
-LIMIT = 300  # seconds for a page, on a busy machine
 
 
 def main(site: Path, folder: Path) -> int:
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if browser is None:
-        print(f"No screenshots of the site: none of {', '.join(BROWSERS)} is here. Debian: apt-get install chromium")
+    chromium, why_not = browser.find()
+    if chromium is None:
+        print(f"No screenshots of the site: {why_not}")
         return 0
     folder.mkdir(parents=True, exist_ok=True)
     for page in PAGES:
@@ -26,12 +25,12 @@ def main(site: Path, folder: Path) -> int:
         path.unlink(missing_ok=True)
         with tempfile.TemporaryDirectory() as profile:
             done = subprocess.run(
-                [browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--window-size={SIZE}",
-                 f"--user-data-dir={profile}", f"--screenshot={path}", (site / f"{page}.html").resolve().as_uri()],
-                timeout=LIMIT, capture_output=True, text=True,
+                [*browser.command(chromium, profile), "--hide-scrollbars", f"--window-size={SIZE}",
+                 f"--screenshot={path}", (site / f"{page}.html").resolve().as_uri()],
+                timeout=browser.LIMIT, capture_output=True, text=True,
             )  # fmt: skip
         if done.returncode or not path.is_file():
-            print(f"{browser} made no picture of {page}.html: {done.stderr[-2000:]}", file=sys.stderr)
+            print(f"{chromium} made no picture of {page}.html: {done.stderr[-2000:]}", file=sys.stderr)
             return 1
         print(path)
     return 0
