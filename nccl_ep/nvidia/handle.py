@@ -54,10 +54,10 @@ class Handle:
         return id(self)
 
     def update(self, topk_idx: Any, *, layout_info: LayoutInfo | None = None, stream: Any) -> None:
-        """Another routing for the next dispatch.
+        """Another routing for the next dispatch, and in high throughput for a combine or a backward pass without one.
 
         Args:
-            topk_idx: int32 or int64 [T, K]; it must not change until that dispatch is done. -1 is no choice.
+            topk_idx: int32 or int64 [T, K]; it must not change until that operation is done. -1 is no choice.
             layout_info: high throughput: counters to fill, for which all ranks wait for one another. All give one, or
                 none.
 
@@ -96,9 +96,9 @@ class Handle:
     def combine(
         self, inputs: CombineInputs, outputs: CombineOutputs, *, config: CombineConfig | None = None, stream: Any
     ) -> None:
-        """Brings rows home, along the routes of this handle's last dispatch. Collective.
+        """Brings rows home, along the routes of this handle's last dispatch or, in high throughput, update. Collective.
 
-        Raises: UsageError before a dispatch; ValueError for tensors that do not fit; otherwise as ``nccl_ep.combine``.
+        Raises: UsageError before them; ValueError for tensors that do not fit; otherwise as ``nccl_ep.combine``.
         """
         mode, config = self._valid(), CombineConfig() if config is None else config
         require_struct("inputs", inputs, CombineInputs)

@@ -9,7 +9,8 @@ import torch
 from .. import _C, functional, high_throughput
 from ..buffer import Buffer
 from ..checks import require_within
-from ..config import combine_numbers, dispatch_numbers
+from ..config import combine_numbers, dispatch_numbers, pack_dispatch
+from ..handle import DispatchOutput
 from ..handle import Handle as Routing
 from ..handle import Layout as Rows
 from .enums import CombineQuantizationRecipe, ExpertIdKind, Layout, PassDir, member
@@ -45,24 +46,19 @@ class HighThroughput(Mode):
     # ---- Routing
 
     def update(self, topk_idx: torch.Tensor, info: LayoutInfo | None) -> None:
-        """The routing of the next dispatch. With ``info`` collective: the ranks tell one another how much will come.
+        """The routing of what follows. With ``info`` collective: the ranks tell one another how much will come.
 
         All ranks give an ``info``, or none.
         """
-        self._topk_idx = topk_idx
-        if info is None:
-            return
-        if self.rows is Rows.FLAT and info.expert_offsets is not None:
+        if info is not None and self.rows is Rows.FLAT and info.expert_offsets is not None:
             raise ValueError("layout_info.expert_offsets is of EXPERT_MAJOR, must be None in FLAT")
         counter = self.counter(info, "expert_counters", self.local_experts)
         offsets = self.counter(info, "expert_offsets", self.local_experts)
         total = self.counter(info, "recv_total_counter", 1)
-        nothing = topk_idx.new_zeros((len(topk_idx), _NO_ROWS), dtype=torch.bfloat16)
-        out = functional.dispatch(
-            nothing, topk_idx, buffer=self.buffer, num_experts=self.sizes.num_experts, mode="ht",
-            layout="flat" if self.rows is Rows.FLAT else "packed", max_tokens=self.sizes.max_tokens, capacity=0,
-            num_sms=self.sizes.num_sms,
-        )  # fmt: skip
+        self._topk_idx, self._sent = topk_idx, None
+        if info is None:
+            return
+        out = self._route(capacity=0)
         if self.rows is Rows.FLAT:
             counts, rows = self._rows_of_experts(out.handle), out.demand.sum(0, keepdim=True)
         else:
@@ -75,6 +71,26 @@ class HighThroughput(Mode):
             counter.copy_(counts)
         if total is not None:
             total.copy_(rows)
+
+    def _route(self, capacity: int) -> DispatchOutput:
+        """A dispatch that brings the routing alone. Collective. ``capacity``: of what follows it."""
+        topk_idx = self.topk_idx
+        nothing = topk_idx.new_zeros((len(topk_idx), _NO_ROWS), dtype=torch.bfloat16)
+        return functional.dispatch(
+            nothing, topk_idx, buffer=self.buffer, num_experts=self.sizes.num_experts, mode="ht",
+            layout="flat" if self.rows is Rows.FLAT else "packed", max_tokens=self.sizes.max_tokens,
+            capacity=capacity, expert_alignment=self.alignment, num_sms=self.sizes.num_sms,
+        )  # fmt: skip
+
+    def _followed(self, rows: int) -> Routing:
+        """Of the last forward dispatch; behind an update, which all ranks have made, its routing comes with the
+        operation that asks, for so many ``rows`` of the caller's."""
+        if self._sent is None:
+            capacity = self.sizes.max_received or rows
+            out = self._route(capacity)
+            self._trap(out._info, capacity, pack_dispatch(out.handle.routing()))
+            self._sent = out.handle
+        return self._sent
 
     def _rows_of_experts(self, sent: Routing) -> torch.Tensor:
         """[L], in a rank layout, whose demand is that of ranks."""
@@ -135,14 +151,19 @@ class HighThroughput(Mode):
             _ops.ht_dispatch_out.default(
                 buffer._seq, [x], scales, topk_idx, weights, capacity, numbers, [out_x], *rest, route, slots
             )
-            if not sizes.drops and capacity < self._most_rows(numbers):
-                trap(buffer, made.tensors["info"], capacity, numbers)
+        self._trap(made.tensors["info"], capacity, numbers)
         self._sent = Routing(
             route, buffer._seq, len(x), topk_idx.shape[1], sizes.num_experts, sizes.max_tokens, self.rows, capacity,
             ranks, "ht", slots, self.alignment, made.tensors["topk_weights"],
         )  # fmt: skip
         self.number_experts(None if given["topk_idx"] is None else made.tensors["topk_idx"], kind)
         made.deliver()
+
+    def _trap(self, info: torch.Tensor, capacity: int, numbers: tuple[int, ...]) -> None:
+        """If the group's policy asks for it, and rows can have been dropped."""
+        if not self.sizes.drops and capacity < self._most_rows(numbers):
+            with self.told():
+                trap(self.buffer, info, capacity, numbers)
 
     def _most_rows(self, numbers: tuple[int, ...]) -> int:
         """That can come, if no token names an expert twice."""
@@ -153,9 +174,10 @@ class HighThroughput(Mode):
     def _backward(
         self, x: torch.Tensor, scales: torch.Tensor | None, given: dict[str, torch.Tensor | None]
     ) -> None:  # fmt: skip
-        """Along the routes of the forward dispatch."""
-        sent, to, out_scales = self.sent, given["tokens"], given["scales"]
+        """Along the routes of the forward dispatch, or of the update behind it."""
+        to, out_scales = given["tokens"], given["scales"]
         assert to is not None
+        sent = self._followed(to.shape[0])
         to = exactly(to, "tokens", [sent.capacity, x.shape[1]], x.dtype)
         if scales is not None and out_scales is not None:
             out_scales = exactly(out_scales, "scales", [sent.capacity, scales.shape[1]], scales.dtype)
@@ -173,7 +195,7 @@ class HighThroughput(Mode):
 
     def combine(self, inputs: CombineInputs, outputs: CombineOutputs, config: CombineConfig) -> None:
         rows = rows_of(inputs.tokens, "inputs.tokens", self.device)
-        to, sent = tensor_of(outputs.tokens, "outputs.tokens", self.device), self.sent
+        to = tensor_of(outputs.tokens, "outputs.tokens", self.device)
         weights = tensor_or_none(inputs.topk_weights, "inputs.topk_weights", self.device)
         recipe = member(CombineQuantizationRecipe, "quantization_recipe", config.quantization_recipe)
         if recipe is not CombineQuantizationRecipe.NONE:
@@ -183,6 +205,7 @@ class HighThroughput(Mode):
         if (weights is not None) != backward:
             raise ValueError(f"inputs.topk_weights is {'None' if backward else 'given'} with pass_direction "
                              f"{direction.name}")  # fmt: skip
+        sent = self._followed(rows.shape[0])
         if rows.shape[0] > sent.capacity:
             rows = rows[: sent.capacity]
         elif rows.shape[0] < sent.capacity:  # what lies past its end is of no token

@@ -9,7 +9,7 @@ import torch
 
 import nccl_ep
 from nccl_ep import nvidia as ep
-from nccl_ep.nvidia import Tensor
+from nccl_ep.nvidia import Tensor, bindings
 from nccl_ep.testing import run_ranks
 from tests.nvidia.tokens import (
     EXPERTS,
@@ -147,6 +147,56 @@ def test_expert_major(eager: bool, alignment: int) -> None:
     run_ranks(RANKS, body)
 
 
+@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("layout", [ep.Layout.FLAT, ep.Layout.EXPERT_MAJOR])
+@pytest.mark.parametrize("most", [0, 64])
+def test_an_update_is_all_that_combine_and_a_backward_pass_need(layout: ep.Layout, most: int, told: bool) -> None:
+    """Of a handle that has dispatched nothing, or something else."""
+
+    def body(group: Any) -> None:
+        owner, flat = made_group(group, algorithm=HT, max_recv_tokens_per_rank=most), layout is ep.Layout.FLAT
+        backward = ep.DispatchConfig(pass_direction=ep.PassDir.BWD)
+        config = None if flat else ep.HandleConfig(dispatch_output_per_expert_alignment=ALIGNMENT)
+        counters = Tensor(torch.zeros(LOCAL, dtype=torch.int32))
+        info = ep.LayoutInfo(expert_counters=counters) if told else None
+
+        def used(handle: ep.Handle, mine: Tokens, forward: bool, first: str) -> list[torch.Tensor]:
+            rows = torch.full((64, HIDDEN), 7.0).to(BF16)
+            if forward:
+                dispatched(handle, mine, rows.clone(), flat)
+            made = tokens_of(group.rank(), 9).x.repeat(64, 1)[:64].contiguous()
+            moved, home = torch.full_like(rows, 3), torch.zeros_like(mine.x)
+            for step in (first, *({"combine", "dispatch"} - {first})):
+                if step == "combine":
+                    handle.combine(
+                        ep.CombineInputs(tokens=Tensor(made)), ep.CombineOutputs(tokens=Tensor(home)), stream=0
+                    )
+                    continue
+                handle.dispatch(
+                    ep.DispatchInputs(tokens=Tensor(mine.x)), ep.DispatchOutputs(tokens=Tensor(moved)),
+                    config=backward, stream=0,
+                )  # fmt: skip
+            return [moved, home]
+
+        plain = owner.create_handle(
+            layout, Tensor(tokens_of(group.rank()).ids), layout_info=info, config=config, stream=0
+        )
+        other = owner.create_handle(
+            layout, Tensor(tokens_of(group.rank()).ids), layout_info=info, config=config, stream=0
+        )
+        for seed, first in enumerate(("combine", "dispatch", "combine")):
+            mine = tokens_of(group.rank(), seed)
+            for handle in (plain, other):
+                handle.update(Tensor(mine.ids), layout_info=info, stream=0)
+            want = used(other, mine, True, first)
+            assert want[1].any()
+            for got, each in zip(used(plain, mine, False, first), want, strict=True):
+                assert got.equal(each)
+        owner.destroy()
+
+    run_ranks(RANKS, body)
+
+
 @pytest.mark.parametrize("policy", list(ep.OverflowPolicy))
 def test_rows_that_do_not_fit(policy: ep.OverflowPolicy) -> None:
     """TRAP raises; DROP goes on without them, and the counters say what would have come."""
@@ -162,6 +212,10 @@ def test_rows_that_do_not_fit(policy: ep.OverflowPolicy) -> None:
         if policy is not ep.OverflowPolicy.DROP:
             with pytest.raises(nccl_ep.OverflowError, match="rows did not fit into capacity 6"):
                 dispatched(handle, mine, rows, flat=True)
+            with pytest.raises(nccl_ep.OverflowError, match="rows did not fit into capacity 6"):  # the update's routing
+                handle.combine(
+                    ep.CombineInputs(tokens=Tensor(rows)), ep.CombineOutputs(tokens=Tensor(mine.x)), stream=0
+                )
         else:
             _, ids = dispatched(handle, mine, rows, flat=True)
             for at, (source, token) in enumerate(tokens_for(group.rank())[:MOST]):
@@ -237,8 +291,8 @@ def test_what_does_not_fit_is_refused() -> None:
         ):  # fmt: skip
             with pytest.raises(ValueError, match=text):
                 handle.dispatch(ep.DispatchInputs(**inputs), ep.DispatchOutputs(**outputs), config=config, stream=0)
-        with pytest.raises(nccl_ep.UsageError, match="has dispatched nothing"):
-            handle.dispatch(
+        with pytest.raises(nccl_ep.UsageError, match="the handle has no routing: call update"):
+            ep.Handle(bindings.init_handle(owner.ptr, int(ep.Layout.FLAT), 0, TOPK, 0)).dispatch(
                 ep.DispatchInputs(tokens=x), ep.DispatchOutputs(tokens=Tensor(rows)), config=backward, stream=0
             )
         dispatched(handle, mine, rows, flat=True)
@@ -252,7 +306,10 @@ def test_what_does_not_fit_is_refused() -> None:
             )
         with pytest.raises(ValueError, match="expert_offsets is of EXPERT_MAJOR"):
             info = ep.LayoutInfo(expert_offsets=Tensor(torch.zeros(EXPERTS, dtype=torch.int32)))
-            handle.update(Tensor(mine.ids), layout_info=info, stream=0)
+            handle.update(Tensor(mine.ids[:1]), layout_info=info, stream=0)
+        handle.combine(
+            ep.CombineInputs(tokens=Tensor(rows)), ep.CombineOutputs(tokens=x), stream=0
+        )  # its routing stays
         with pytest.raises(ValueError, match="alignment is 3, must be a power of two"):
             owner.create_handle(
                 ep.Layout.EXPERT_MAJOR, Tensor(mine.ids), stream=0,
