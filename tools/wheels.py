@@ -10,11 +10,13 @@ It takes nvcc and g++ 11 or newer, and from PyPI torch, NCCL's headers and the t
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 
@@ -45,6 +47,14 @@ def make_venv(folder: Path, python: str, *packages: str) -> Path:
         run(python, "-m", "venv", folder)
     run(folder / "bin/python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages)
     return folder / "bin"
+
+
+def make_bare(uv: Path, folder: Path, minor: str, python: str, torch: str) -> Path:
+    """An environment with that torch. Its bin. What uv has unpacked once is linked into those of other Pythons."""
+    environment, cache = folder / minor, str(folder / "cache")
+    run(python, "-m", "venv", environment)
+    run(uv, "pip", "install", "--quiet", "--python", environment, f"torch=={torch}.*", UV_CACHE_DIR=cache)
+    return environment / "bin"
 
 
 # --- What is built ----------------------------------------------------------------------------------------------------
@@ -180,13 +190,13 @@ def main() -> None:
         return
     options = options_of_all(pip, chosen.architectures)
     build_shared(tools, options)
-    for torch, minor, interpreter in wheels:
-        folder = WORK / f"torch{torch}-python{minor}"
-        bare = make_venv(folder, interpreter, f"torch=={torch}.*")
-        wheel = build(bare, torch, tools, options)
-        print(run(bare / "python", "tools/check_wheel.py", wheel, "--torch", torch, "--architectures",
-                  *chosen.architectures, "--gin", *GIN_NCCL), end="")  # fmt: skip
-        shutil.rmtree(folder)  # torch and CUDA's packages are 5 GB
+    for torch, of_it in itertools.groupby(wheels, key=lambda wheel: wheel[0]):
+        with tempfile.TemporaryDirectory(dir=WORK) as folder:  # torch and CUDA's packages are 5 GB
+            for _, minor, interpreter in of_it:
+                bare = make_bare(tools / "uv", Path(folder), minor, interpreter, torch)
+                wheel = build(bare, torch, tools, options)
+                print(run(bare / "python", "tools/check_wheel.py", wheel, "--torch", torch, "--architectures",
+                          *chosen.architectures, "--gin", *GIN_NCCL), end="")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -58,6 +58,25 @@ def test_the_index_says_which_torches_a_python_has(wheels: ModuleType, tmp_path:
     assert "--python-version 3.12" in (tmp_path / "asked").read_text()
 
 
+def test_environments_of_one_torch_share_what_is_unpacked(
+    wheels: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has its own interpreter, and packages by links from one cache."""
+    ran = []
+    monkeypatch.setattr(wheels, "run", lambda *command, **settings: ran.append((*map(str, command), settings)))
+    for minor in ("3.10", "3.14"):
+        assert wheels.make_bare(Path("uv"), tmp_path, minor, f"python{minor}", "2.11") == tmp_path / minor / "bin"
+    cache = {"UV_CACHE_DIR": str(tmp_path / "cache")}
+    assert ran == [
+        each
+        for minor in ("3.10", "3.14")
+        for each in (
+            (f"python{minor}", "-m", "venv", f"{tmp_path}/{minor}", {}),
+            ("uv", "pip", "install", "--quiet", "--python", f"{tmp_path}/{minor}", "torch==2.11.*", cache),
+        )
+    ]
+
+
 def test_a_wheel_for_others_names_its_torch(check_wheel: ModuleType) -> None:
     check_wheel.check_metadata(Path(NAME), METADATA, "2.11")
     for name, metadata in (
