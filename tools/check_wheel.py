@@ -17,8 +17,8 @@ from pathlib import Path
 
 from compare_kernels import find_cuobjdump
 
-MAX_BYTES = 15 * 2**20  # of a wheel without kernels, or with those for one architecture
-MAX_GIN_BYTES = 12 * 2**20  # more for each of --gin, and architecture
+MAX_BYTES = 6 * 2**20  # of a wheel without kernels, or with those for one architecture
+MAX_GIN_BYTES = 5 * 2**20  # more for each of --gin, and architecture
 MAX_IMPORT_SECONDS = 0.15
 MAX_GLIBC = (2, 28)
 SHIMS = ("deep_ep/__init__.py", "deep_ep/utils/__init__.py", "deep_ep_cpp.py")  # what PYTHONPATH has of nccl_ep.deep_ep
