@@ -86,11 +86,15 @@ class HighThroughput(Mode):
         """Of the last forward dispatch; behind an update, which all ranks have made, its routing comes with the
         operation that asks, for so many ``rows`` of the caller's."""
         if self._sent is None:
-            capacity = self.sizes.max_received or rows
+            capacity = self._capacity(rows)
             out = self._route(capacity)
             self._trap(out._info, capacity, pack_dispatch(out.handle.routing()))
             self._sent = out.handle
         return self._sent
+
+    def _capacity(self, rows: int) -> int:
+        """Of the routing that an operation follows, with so many ``rows`` of the caller's."""
+        return self.sizes.max_received or rows if self._sent is None else self._sent.capacity
 
     def _rows_of_experts(self, sent: Routing) -> torch.Tensor:
         """[L], in a rank layout, whose demand is that of ranks."""
@@ -177,10 +181,11 @@ class HighThroughput(Mode):
         """Along the routes of the forward dispatch, or of the update behind it."""
         to, out_scales = given["tokens"], given["scales"]
         assert to is not None
-        sent = self._followed(to.shape[0])
-        to = exactly(to, "tokens", [sent.capacity, x.shape[1]], x.dtype)
+        capacity = self._capacity(to.shape[0])
+        to = exactly(to, "tokens", [capacity, x.shape[1]], x.dtype)
         if scales is not None and out_scales is not None:
-            out_scales = exactly(out_scales, "scales", [sent.capacity, scales.shape[1]], scales.dtype)
+            out_scales = exactly(out_scales, "scales", [capacity, scales.shape[1]], scales.dtype)
+        sent = self._followed(capacity)
         options = {"scales": scales, "zero_padding": self.alignment > 1, "num_sms": self.sizes.num_sms}
         if to.is_contiguous() and (out_scales is None or out_scales.is_contiguous()):
             payload = high_throughput.Payload(to, out_scales)
@@ -205,6 +210,11 @@ class HighThroughput(Mode):
         if (weights is not None) != backward:
             raise ValueError(f"inputs.topk_weights is {'None' if backward else 'given'} with pass_direction "
                              f"{direction.name}")  # fmt: skip
+        tokens, topk = self.topk_idx.shape
+        to = exactly(to, "tokens", [tokens, rows.shape[1]], to.dtype)
+        if weights is not None:
+            to_weights = tensor_of(outputs.topk_weights, "outputs.topk_weights", self.device)
+            to_weights = exactly(to_weights, "topk_weights", [tokens, topk], torch.float32)
         sent = self._followed(rows.shape[0])
         if rows.shape[0] > sent.capacity:
             rows = rows[: sent.capacity]
@@ -213,9 +223,6 @@ class HighThroughput(Mode):
         if weights is None:
             self.combine_into(to, rows, sent)
             return
-        to_weights = tensor_of(outputs.topk_weights, "outputs.topk_weights", self.device)
-        to = exactly(to, "tokens", [sent.num_tokens, rows.shape[1]], to.dtype)
-        to_weights = exactly(to_weights, "topk_weights", [sent.num_tokens, sent.topk], torch.float32)
         numbers = combine_numbers(sent, None, to.dtype, None, self.sizes.num_sms)[1]
         weights = weights[: sent.capacity].contiguous()
         with self.told():

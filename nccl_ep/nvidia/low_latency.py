@@ -137,7 +137,9 @@ class LowLatency(Mode):
         self._require_received()
         _check_direction(config)
         rows = tensor_of(inputs.tokens, "inputs.tokens", self.device).contiguous()
-        to, sent = tensor_of(outputs.tokens, "outputs.tokens", self.device), self.sent
+        to, sent = tensor_of(outputs.tokens, "outputs.tokens", self.device), self._sent
+        if sent is None:
+            raise UsageError("this handle has dispatched nothing that it could follow home")
         recipe = member(CombineQuantizationRecipe, "quantization_recipe", config.quantization_recipe)
         require_bools(send_only=config.send_only)
         if recipe is not CombineQuantizationRecipe.NONE:
@@ -145,10 +147,10 @@ class LowLatency(Mode):
         weights = None
         if self.layout is Layout.EXPERT_MAJOR:
             weights = tensor_or_none(outputs.topk_weights, "outputs.topk_weights", self.device)
+        to = exactly(to, "tokens", [sent.num_tokens, rows.shape[-1]], to.dtype)
         if not config.send_only:
             self.combine_into(to, rows, sent, weights)
             return
-        to = exactly(to, "tokens", [sent.num_tokens, rows.shape[-1]], to.dtype)
         given = Outputs.of(tokens=to)
         call = CombineCall.of(rows, sent, weights, None, None, to.dtype, None, self.sizes.num_sms, 1)
         pending = call.send(False, None, 0, 1, 0, given.tensors["tokens"])

@@ -14,7 +14,6 @@ from ..checks import error_of
 from ..errors import UsageError
 from ..handle import Handle as Routing
 from .enums import ExpertIdKind, Layout, member
-from .outputs import exactly
 from .structs import DispatchOutputs, LayoutInfo
 from .tensor import tensor_or_none
 
@@ -50,12 +49,6 @@ class Mode:
         if self._topk_idx is None:
             raise UsageError("the handle has no routing: call update")
         return self._topk_idx
-
-    @property
-    def sent(self) -> Routing:
-        if self._sent is None:
-            raise UsageError("this handle has dispatched nothing that it could follow home")
-        return self._sent
 
     def drop(self) -> None:
         """What was sent alone is nobody's any more."""
@@ -98,8 +91,7 @@ class Mode:
     def combine_into(
         self, to: torch.Tensor, rows: torch.Tensor, sent: Routing, weights: torch.Tensor | None = None
     ) -> None:
-        """The sums, into the caller's tensor, by the operation itself if it has no gaps."""
-        exactly(to, "tokens", [sent.num_tokens, rows.shape[-1]], to.dtype)
+        """The sums, into the caller's tensor [T, H], by the operation itself if it has no gaps."""
         options = {"weights": weights, "out_dtype": to.dtype, "num_sms": self.sizes.num_sms}
         if to.is_contiguous():
             functional.combine(rows, sent, out=to, **options)  # type: ignore[arg-type]

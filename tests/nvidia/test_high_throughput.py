@@ -295,6 +295,16 @@ def test_what_does_not_fit_is_refused() -> None:
             ep.Handle(bindings.init_handle(owner.ptr, int(ep.Layout.FLAT), 0, TOPK, 0)).dispatch(
                 ep.DispatchInputs(tokens=x), ep.DispatchOutputs(tokens=Tensor(rows)), config=backward, stream=0
             )
+        # The update's routing, which these would bring, is not sent either.
+        with pytest.raises(ValueError, match=r"outputs\.tokens is torch\.bfloat16 \[4, 512\], must be"):
+            handle.combine(
+                ep.CombineInputs(tokens=Tensor(rows)), ep.CombineOutputs(tokens=Tensor(mine.x[:4])), stream=0
+            )
+        with pytest.raises(ValueError, match=r"outputs\.tokens is torch\.float32 \[6, 512\], must be"):
+            handle.dispatch(
+                ep.DispatchInputs(tokens=x), ep.DispatchOutputs(tokens=Tensor(rows.float())), config=backward, stream=0
+            )
+        assert owner.buffer.stats()["calls"]["ht_dispatch"] == 0
         dispatched(handle, mine, rows, flat=True)
         with pytest.raises(ValueError, match=r"inputs\.topk_weights is given with pass_direction FWD"):
             handle.combine(
@@ -310,6 +320,9 @@ def test_what_does_not_fit_is_refused() -> None:
         handle.combine(
             ep.CombineInputs(tokens=Tensor(rows)), ep.CombineOutputs(tokens=x), stream=0
         )  # its routing stays
+        longer = torch.full((len(mine.x) + 2, HIDDEN), 3.0, dtype=BF16)  # of which the first rows are written
+        handle.combine(ep.CombineInputs(tokens=Tensor(rows)), ep.CombineOutputs(tokens=Tensor(longer)), stream=0)
+        assert longer[:-2].equal(mine.x) and (longer[-2:] == 3).all()
         with pytest.raises(ValueError, match="alignment is 3, must be a power of two"):
             owner.create_handle(
                 ep.Layout.EXPERT_MAJOR, Tensor(mine.ids), stream=0,
