@@ -141,6 +141,7 @@ def small_trace(found: dict[str, dict[str, list[Bar]]]) -> list[Event]:
 # ---- The picture
 
 _LEFT, _RIGHT, _LANE = 190, 66, 22
+_LETTER = 7.7  # of the legend, in the widest of the picture's fonts
 
 
 def _pictures() -> Any:
@@ -187,7 +188,7 @@ def draw(found: dict[str, dict[str, list[Bar]]], title: str) -> str:
         fill, stroke = (colours[kind], "none") if kind != WAIT else ("#ffffff", from_docs.REST)
         picture.box(x, 46, 14, 14, fill=fill, stroke=stroke, radius=3, dashed=kind == WAIT)
         picture.text(x + 20, 58, kind, 12, from_docs.MUTED)
-        x += 40 + 6.4 * len(kind)
+        x += 40 + _LETTER * len(kind)
     top = 76.0
     for name in shown:
         picture.text(20, top + 22, name, 14, bold=True)

@@ -119,6 +119,11 @@ def test_a_picture_has_both_ways_over_one_axis(tmp_path: Path) -> None:
                  GRADIENTS, "3,800", "3,690", "3,613", "µs", "500"):  # fmt: skip
         assert word in shown, word
     assert shown.count("3,000") == 2  # on the axis of each pass
+    legend = [each for each in root.iter("{http://www.w3.org/2000/svg}text") if each.attrib["y"] == "58"]
+    begins = [float(each.attrib["x"]) for each in legend]
+    assert len(legend) == 7 and begins[-1] + 7.7 * len(WAIT) < 880
+    for each, begin, following in zip(legend, begins, begins[1:], strict=False):  # DejaVu Sans takes 7.7 a letter
+        assert begin + 7.7 * len(str(each.text)) + 14 <= following - 6, each.text
     bars = re.findall(r'<g>\n<rect x="([\d.]+)" y="[\d.]+" width="([\d.]+)".*?<title>(.*?)</title>', text, re.DOTALL)
     scale = (880 - time_line._LEFT - time_line._RIGHT) / 3800  # of the longest of all
     for about, begin, length in (
