@@ -96,8 +96,9 @@ class Liger(Fused):
 
 
 class DeepGemm(Fused):
-    """sgl-deep-gemm 0.2.0 (0.2.5 needs a newer torch than 2.11): FP8 rows and experts, two kernels behind the one that
-    quantises the tokens. nvcc compiles them at their first use."""
+    """sgl-deep-gemm: FP8 rows and experts, two kernels behind the one that quantises the tokens. nvcc compiles them at
+    their first use. 0.1.5 is compiled with torch 2.11's headers, 0.2.0 with newer ones: with torch 2.11 it raises
+    "tensor does not have a device"."""
 
     most_error = FP8_ERROR
 

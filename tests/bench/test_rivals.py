@@ -20,7 +20,7 @@ from tests import ROOT
 from tests.bench.test_bench import shape
 from tests.support.processes import run_python
 
-RECORD = ROOT / "records/rivals_4xh100_2026-11-28.json"
+RECORD = ROOT / "records/rivals_4xh200_2026-11-29.json"
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:

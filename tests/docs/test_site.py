@@ -21,6 +21,18 @@ def test_every_page_has_one_place_in_the_table_of_contents() -> None:
     assert set(told) - made == written - below_the_notebook - {"README"}
 
 
+def test_the_site_has_the_plots_and_traces_that_pages_link_to() -> None:
+    here = set(pages.sources())
+    linked = {
+        (page.parent / link).resolve()
+        for page in here
+        if page.suffix == ".md"
+        for link in re.findall(r"\]\(([^)#:]*records/plots/[^)#]+)\)", page.read_text(encoding="utf-8"))
+    }
+    assert {".svg", ".png", ".gz"} <= {path.suffix for path in linked}
+    assert linked <= here, linked - here
+
+
 def test_the_reference_has_every_public_name_once() -> None:
     import nccl_ep
     from nccl_ep import deep_ep

@@ -54,9 +54,9 @@ NOT_HERE = {  # names that another of the pages has
 
 
 def sources() -> list[Path]:
-    """Of the site, below ROOT: pages, and the pictures that they show."""
+    """Of the site, below ROOT: pages, the pictures that they show, and traces for Perfetto."""
     folders = [ROOT / "docs", ROOT / "records/plots"]
-    found = [path for folder in folders for path in folder.rglob("*") if path.suffix in (".md", ".svg", ".png")]
+    found = [path for folder in folders for path in folder.rglob("*") if path.suffix in (".md", ".svg", ".png", ".gz")]
     return [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(found)
 
 
