@@ -27,11 +27,12 @@ FIELDS = (
 # wire (bench/measure_wire.py): the format of sums on their way home.
 # suite: how many tests of tests/gpu passed or were skipped, under the NCCL named. model: examples/moe_lm.
 # rivals: version of the system, and a note that its figure needs.
+# plan: of a build with NCCL_EP_LAB, what was in EP_PLAN_D, EP_PLAN_C or EP_PLAN_HD; "": the library's own.
 # gin (tests/gpu/test_gin.py): messages of a rank to a peer, bytes of each, and what carries them.
 _MORE = (
     "cached", "alignment", "placement", "mode", "gemm", "partition", "enable_shrink", "kernel", "stamp", "first",
     "last", "messages", "bytes", "network", "nccl", "skipped", "default_device", "wire", "domain_size",
-    "version", "note",
+    "version", "note", "plan",
 )  # fmt: skip
 
 
