@@ -55,11 +55,11 @@ DType load_wire(PyObject* object, at::ScalarType out_dtype) {
 // What `weights` says of the rows of a layout. A tensor is loaded by others.
 Weighting load_weighting(PyObject* object, OutputLayout layout) {
   if (object == Py_None) return Weighting::kNone;
+  if (is_text(object, "dispatch")) return weighting_by_dispatch(layout);
   if (THPVariable_Check(object)) return Weighting::kHome;
   constexpr const char* kMust = ", must be \"dispatch\", a tensor [T, K] or None";
   TORCH_CHECK_TYPE(PyUnicode_Check(object), "weights is a ", Py_TYPE(object)->tp_name, kMust);
-  if (!is_text(object, "dispatch")) raise(ErrorKind::kInvalidArgument, "weights is ", repr(object), kMust);
-  return weighting_by_dispatch(layout);
+  raise(ErrorKind::kInvalidArgument, "weights is ", repr(object), kMust);
 }
 
 // The options that are plain numbers: the last arguments, of which the last may be left out.
@@ -74,16 +74,6 @@ CombineConfig config_of(const RoutingNumbers& routing, Weighting weighting, at::
   CombineConfig config{routing, {.weighting = weighting, .out_dtype = dtype_of(out_dtype), .wire_dtype = wire}};
   load_options(config, options);
   return config;
-}
-
-// ---- The handle
-
-PyObject* field_of(PyObject* handle, HandleField field) { return types().handle.get(handle, field); }
-
-RoutingNumbers routing_of(PyObject* handle) {
-  PyObject* const fields[] = {field_of(handle, kNumExperts), field_of(handle, kTopk), field_of(handle, kMaxTokens),
-                              field_of(handle, kLayout), field_of(handle, kAlignment)};
-  return load_routing(fields);
 }
 
 // The numbers of a handle, weights (None or "dispatch"; True: a tensor), out_dtype, wire_dtype, options. Returns the
@@ -125,7 +115,11 @@ class Combine {
   }
 
  private:
-  PyObject* field(HandleField name) const { return field_of(handle_, name); }
+  PyObject* field(HandleField name) const { return handles_.get(handle_, name); }
+  RoutingNumbers routing() const {
+    PyObject* const fields[] = {field(kNumExperts), field(kTopk), field(kMaxTokens), field(kLayout), field(kAlignment)};
+    return load_routing(fields);
+  }
 
   void load() {
     TORCH_CHECK_TYPE(THPVariable_Check(field(kSeq)), "handle.seq is a ", Py_TYPE(field(kSeq))->tp_name,
@@ -134,7 +128,7 @@ class Combine {
     is_ht_ = is_text(field(kMode), "ht");
     if (!THPVariable_Check(given_[kRows])) check_named("require_tensors", "rows", given_[kRows]);
     is_plain_ = seq_.load(field(kSeq), seq);
-    const RoutingNumbers routing = routing_of(handle_);
+    const RoutingNumbers routing = this->routing();
     const Weighting weighting = load_weighting(given_[kWeighting], routing.layout);
     const at::ScalarType out_dtype = load_out_dtype(given_[kOutDtype], THPVariable_Unpack(given_[kRows]).scalar_type());
     const auto config = config_of(routing, weighting, out_dtype, load_wire(given_[kWireDtype], out_dtype),
@@ -188,6 +182,7 @@ class Combine {
     return {};
   }
 
+  const Slots& handles_ = types().handle;
   PyObject* const* given_;
   PyObject* handle_;
   bool is_ht_ = false, is_plain_ = false;

@@ -39,10 +39,13 @@ int64_t load_integer(const Option& option, PyObject* given) {
   throw py::error_already_set();
 }
 
-// A tensor would lose its gradient.
+// A tensor would lose its gradient. Of Python's own numbers torch is not asked: it finds out by isinstance(), which
+// takes longer than all other checks of a call.
 int64_t load_float(const Option& option, PyObject* given) {
-  const double value = THPVariable_Check(given) ? -1.0 : PyFloat_AsDouble(given);
-  if (PyErr_Occurred() != nullptr || THPVariable_Check(given)) refuse_kind(option, given, "a number");
+  const bool is_number = PyFloat_Check(given) || PyLong_Check(given);
+  if (!is_number && THPVariable_Check(given)) refuse_kind(option, given, "a number");
+  const double value = PyFloat_AsDouble(given);
+  if (value == -1.0 && PyErr_Occurred() != nullptr) refuse_kind(option, given, "a number");
   return to_number(static_cast<float>(value));
 }
 
