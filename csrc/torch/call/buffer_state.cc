@@ -25,8 +25,9 @@ BufferState::~BufferState() { all_buffers().erase(tensor().size(0)); }
 
 BufferState* BufferState::of(PyObject* owner, PyObject* name) {
   const py::object capsule = attribute(owner, name);  // which the owner keeps
-  if (!capsule || !PyCapsule_IsValid(capsule.ptr(), kName)) return nullptr;
-  return static_cast<BufferState*>(PyCapsule_GetPointer(capsule.ptr(), kName));
+  void* found = capsule ? PyCapsule_GetPointer(capsule.ptr(), kName) : nullptr;
+  if (found == nullptr) PyErr_Clear();
+  return static_cast<BufferState*>(found);
 }
 
 BufferState& BufferState::of_argument(PyObject* given) {

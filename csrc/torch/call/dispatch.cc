@@ -101,11 +101,10 @@ struct Given {
     is_plain = is_plain && is_plain_thread();
   }
   // Routers under autocast make bf16 or fp16 weights; they become float32, in which dispatch takes them.
-  std::optional<Tensor> weights() const {
-    if (!topk_weights) return {};
+  bool casts_weights() const {
+    if (!topk_weights) return false;
     const bool is_half = topk_weights->scalar_type() == at::kBFloat16 || topk_weights->scalar_type() == at::kHalf;
-    if (!is_half || !at::autocast::is_autocast_enabled(topk_weights->device().type())) return *topk_weights;
-    return topk_weights->to(at::kFloat);
+    return is_half && at::autocast::is_autocast_enabled(topk_weights->device().type());
   }
 };
 
@@ -131,7 +130,9 @@ class Dispatch {
       : buffer_(buffer), seq_(buffer.tensor()), given_(given), checked_(checked), numbers_(checked.config.pack()) {}
 
   PyObject* run() {
-    const std::optional<Tensor> weights = given_.weights();
+    std::optional<Tensor> cast;
+    if (given_.casts_weights()) cast = given_.topk_weights->to(at::kFloat);
+    const std::optional<Tensor>& weights = cast ? cast : given_.topk_weights.optional();
     if (checked_.is_ht) {
       return output(
           Results::of(call_op(torch_ops::ht_dispatch(), given_.is_plain, seq_, *given_.x, given_.scales.optional(),

@@ -76,12 +76,12 @@ PyObject* new_overlap(PyObject* event, PyObject* extra_tensors) {
 
 bool is_plain_thread() {
   using Tls = at::impl::PythonTorchFunctionTLS;
-  if (!at::impl::torch_function_mode_enabled()) return fast_call::is_plain_thread();
+  if (!fast_call::is_plain_but_for_modes()) return false;
+  if (!at::impl::torch_function_mode_enabled()) return true;
   for (int64_t i = 0; i < Tls::stack_len(); i++) {
     if (Py_TYPE(Tls::get_stack_at(i)->ptr(getPyInterpreter())) != all_types().default_device_mode) return false;
   }
-  const c10::DispatchKeySet included = c10::impl::tls_local_dispatch_key_set().included_;
-  return (included - c10::default_included_set).empty() && !fast_call::skips_a_hop<Tls>();
+  return true;
 }
 
 py::object call_by_python(const c10::OperatorHandle& op, PyObject* args) {

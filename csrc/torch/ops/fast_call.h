@@ -148,12 +148,13 @@ bool skips_a_hop() {
   return false;
 }
 
-// No mode and no transform of torch is on in this thread.
-inline bool is_plain_thread() {
+// Nothing is on in this thread that would see the call, but for modes of torch's functions.
+inline bool is_plain_but_for_modes() {
   const c10::DispatchKeySet included = c10::impl::tls_local_dispatch_key_set().included_;
-  return (included - c10::default_included_set).empty() && !at::impl::torch_function_mode_enabled() &&
-         !skips_a_hop<at::impl::PythonTorchFunctionTLS>();
+  return (included - c10::default_included_set).empty() && !skips_a_hop<at::impl::PythonTorchFunctionTLS>();
 }
+// No mode and no transform of torch is on in this thread.
+inline bool is_plain_thread() { return is_plain_but_for_modes() && !at::impl::torch_function_mode_enabled(); }
 
 // Where nobody else has to see the call, torch's dispatcher leads to the op's kernel; where a derivative is wanted, to
 // the op's gradient. Without the interpreter's lock. packs_results: small results share an allocation.

@@ -22,7 +22,7 @@ inline bool has_tangent(at::TensorList tensors) {
 template <class Input>
 bool wants_any(const Input& input) {
   if constexpr (requires { wants(input); }) {
-    return (at::GradMode::is_enabled() && wants(input)) || has_tangent(input);
+    return (wants(input) && at::GradMode::is_enabled()) || has_tangent(input);
   }
   return false;
 }
