@@ -181,13 +181,15 @@ void Group::set_pdl(bool enabled) {
   backend()->set_pdl(enabled);
 }
 
-void Group::require_usable() {
+void Group::require_usable() { usable_backend(); }
+
+std::shared_ptr<Backend> Group::usable_backend() {
   EP_CHECK_USAGE(
       !is_partly_cleaned_,
       "a rank did not come when masks were cleaned (or that of a rank that was replaced), and others may have cleaned "
       "theirs: destroy the buffer and make a new one");
-  const std::shared_ptr<Backend> backend = this->backend();
-  if (!backend->has_failed()) return;
+  std::shared_ptr<Backend> backend = this->backend();
+  if (!backend->has_failed()) return backend;
   Failure failure = backend->failure();
   std::string others;
   try {
@@ -235,23 +237,21 @@ std::optional<OpHeader> Group::find_header(Backend& backend, int source, Kind ki
   return window_.find_header(is_ht, kind, epoch, num_ranks(), source, word_at);
 }
 
-void Group::check() {
-  require_usable();
-  throw_invalid_ids();
-}
+void Group::check() { throw_invalid_ids(*usable_backend()); }
 
-void Group::throw_invalid_ids() {
-  const InvalidIds ids = backend()->report(true).invalid_ids;
+void Group::throw_invalid_ids(Backend& backend) {
+  const InvalidIds ids = backend.report(true).invalid_ids;
   EP_CHECK(ids.count == 0, ids.count, " expert ids out of range since the last check, the first is ", ids.value,
            " at token ", ids.token, ", k ", ids.k, "; they were taken as -1, no expert. ", kIdsQuestion);
 }
 
-void Group::require_valid_ids() {
-  if (config_.raises_invalid_ids && backend()->has_invalid_ids()) throw_invalid_ids();
+void Group::require_valid_ids(Backend& backend) const {
+  if (config_.raises_invalid_ids && backend.has_invalid_ids()) throw_invalid_ids(backend);
 }
 
-void Group::check_ids(const Shape& shape, const void* ids, bool is_idx64, int num_tokens) const {
-  if (!config_.raises_invalid_ids || !trusts_handles()) return;
+void Group::check_ids(const Backend& backend, const Shape& shape, const void* ids, bool is_idx64,
+                      int num_tokens) const {
+  if (!config_.raises_invalid_ids || !backend.trusts_handles()) return;
   for (int64_t i = 0; i < static_cast<int64_t>(num_tokens) * shape.topk; i++) {
     const int64_t id = is_idx64 ? static_cast<const int64_t*>(ids)[i] : static_cast<const int32_t*>(ids)[i];
     EP_CHECK(id == -1 || shape.valid(id), "topk_idx[", i / shape.topk, ", ", i % shape.topk, "] is ", id,
@@ -283,16 +283,17 @@ Shape Group::own_shape(const Shape& shape) const {
 }
 
 template <class Params>
-void Group::begin(Params& p) {
-  require_usable();
+std::shared_ptr<Backend> Group::begin(Params& p) {
+  std::shared_ptr<Backend> backend = usable_backend();
   if constexpr (requires { p.phase; }) {
-    if (sends(p.phase)) require_valid_ids();
+    if (sends(p.phase)) require_valid_ids(*backend);
   } else {
-    require_valid_ids();
+    require_valid_ids(*backend);
   }
   require_ll();
   p.shape = own_shape(p.shape);
   check_tokens(p.num_tokens, p.shape);
+  return backend;
 }
 
 void Group::require_ll() const {
@@ -336,8 +337,9 @@ void Group::dispatch(LlDispatchParams& p, void* stream) {
 
 void Group::run(LlDispatchParams& p, void* stream) {
   const OneCaller one_caller(is_called_);
+  const std::shared_ptr<Backend> backend = this->backend();
   check_phase(Kind::kDispatch, p.phase, "dispatch");
-  if (sends(p.phase)) check_ids(p.shape, p.topk_idx, p.is_idx64, p.num_tokens);
+  if (sends(p.phase)) check_ids(*backend, p.shape, p.topk_idx, p.is_idx64, p.num_tokens);
   Observation seen = Observation::of(*this, name_of(Kind::kDispatch, p.phase), call_number(Kind::kDispatch, p.phase),
                                      p.shape, p.num_tokens, p.hidden, stream);
   if (sends(p.phase)) {
@@ -346,7 +348,7 @@ void Group::run(LlDispatchParams& p, void* stream) {
     seen.is_idx64 = p.is_idx64;
   }
   const Observed observed(seen);
-  backend()->dispatch(p, stream);
+  backend->dispatch(p, stream);
   note_phase(Kind::kDispatch, p.phase);
   if (sends(p.phase)) calls_.dispatch++;
 }
@@ -376,10 +378,10 @@ void Group::check_signals(const LlCombineParams& p) const {
 
 void Group::combine(LlCombineParams& p, void* stream) {
   const OneCaller one_caller(is_called_);
-  begin(p);
+  const std::shared_ptr<Backend> backend = begin(p);
   p.options.check(Modes::kLl);
   check_combined_rows(p);
-  if (trusts_handles()) check_handle(p.handle, p.output, p.shape, p.num_tokens);
+  if (backend->trusts_handles()) check_handle(p.handle, p.output, p.shape, p.num_tokens);
   p.domain_size = topology_.domain_size;
   const RowFormat unweighted{wire_row_bytes(p.dtype, p.hidden), 0, false};
   p.sends_unweighted = sends_unweighted(p, unweighted);
@@ -401,15 +403,15 @@ void Group::combine(LlCombineParams& p, void* stream) {
     seen.ids = p.handle.ids;
   }
   const Observed observed(seen);
-  backend()->combine(p, stream);
+  backend->combine(p, stream);
   note_phase(Kind::kCombine, p.phase);
   if (sends(p.phase)) calls_.combine++;
 }
 
 void Group::combine_weights(LlCombineWeightsParams& p, void* stream) {
   const OneCaller one_caller(is_called_);
-  begin(p);
-  if (trusts_handles()) check_handle(p.handle, p.output, p.shape, p.num_tokens);
+  const std::shared_ptr<Backend> backend = begin(p);
+  if (backend->trusts_handles()) check_handle(p.handle, p.output, p.shape, p.num_tokens);
   p.offsets = with_room([&] { return LlOffsets::make(window_, Kind::kCombine, p.shape, RowFormat{}); });
   p.header = header_of(pack_operation(Operation::kCombineWeights, DType::kF32, Quant::kNone, DType::kF32), 0, p.shape,
                        0, p.num_tokens);
@@ -418,7 +420,7 @@ void Group::combine_weights(LlCombineWeightsParams& p, void* stream) {
                                      p.num_tokens, 0, stream);
   seen.is_home_bound = true;
   const Observed observed(seen);
-  backend()->combine_weights(p, stream);
+  backend->combine_weights(p, stream);
   note_phase(Kind::kCombine, Phase::kFused);
   calls_.combine_weights++;
 }

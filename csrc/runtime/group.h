@@ -132,14 +132,16 @@ class Group {
   void watch_processes(Bootstrap& bootstrap);
   void join(Bootstrap& bootstrap, const LlEpochs& latest);
   Shape own_shape(const Shape& shape) const;  // of this group's ranks, checked
+  // What runs an operation, once it is known that it may run: require_usable(). Each asks once, as asking takes a lock.
+  std::shared_ptr<Backend> usable_backend();
   template <class Params>
-  void begin(Params& p);  // what every operation of low latency checks first
+  std::shared_ptr<Backend> begin(Params& p);  // the same, and what every operation of low latency checks first
   void require_ll() const;
   // Throws ids out of range that kernels have found, if the caller wants to hear of them by himself.
-  void require_valid_ids();
-  void throw_invalid_ids();
+  void require_valid_ids(Backend& backend) const;
+  static void throw_invalid_ids(Backend& backend);
   // Of a dispatch, before anything is sent, where the host can read them.
-  void check_ids(const Shape& shape, const void* ids, bool is_idx64, int num_tokens) const;
+  void check_ids(const Backend& backend, const Shape& shape, const void* ids, bool is_idx64, int num_tokens) const;
   // What `make` returns; where the window is too small, the error tells what the buffer was made with.
   template <class Make>
   auto with_room(Make make) const {
@@ -153,8 +155,7 @@ class Group {
   bool sends_unweighted(const LlCombineParams& params, const RowFormat& row) const;
   void check_signals(const LlCombineParams& params) const;
   void check_signals(const HtCombineParams& params) const;
-  void require_ht();
-  bool trusts_handles() const { return backend()->trusts_handles(); }
+  std::shared_ptr<Backend> begin_ht();  // usable_backend(), of a group with high throughput
   void check_phase(Kind kind, Phase phase, const char* call) const;
   // With the ranks that nothing was heard of, which a kernel does not look for.
   Failure failure_in_full(Backend& backend) const;

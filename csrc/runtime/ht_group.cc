@@ -55,14 +55,16 @@ Offset Group::offset_of(const void* data, uint64_t bytes) const {
   return arena == nullptr || bytes == 0 ? kNoOffset : arena->offset_of(data, bytes);
 }
 
-void Group::require_ht() {
-  require_usable();
+std::shared_ptr<Backend> Group::begin_ht() {
+  std::shared_ptr<Backend> backend = usable_backend();
   EP_CHECK(has_ht(), "the buffer was made without room for high throughput: make it with mode=\"ht\" or \"auto\"");
+  return backend;
 }
 
 void Group::prepare(HtDispatchParams& p) {
-  require_ht();
-  if (p.variant != HtVariant::kSend) require_valid_ids();  // which is the second part of a dispatch of all ranks
+  const std::shared_ptr<Backend> backend = begin_ht();
+  // A send is the second part of a dispatch of all ranks.
+  if (p.variant != HtVariant::kSend) require_valid_ids(*backend);
   p.options.check(Modes::kHt);
   p.shape = own_shape(p.shape);
   // Counts may be of any number of tokens: then all ranks see that it is too much for one of them.
@@ -96,12 +98,13 @@ void Group::dispatch(HtDispatchParams& p, void* stream) {
 
 void Group::run(HtDispatchParams& p, void* stream) {
   const OneCaller one_caller(is_called_);
-  if (routes(p.variant)) check_ids(p.shape, p.topk_idx, p.is_idx64, p.num_tokens);
+  const std::shared_ptr<Backend> backend = this->backend();
+  if (routes(p.variant)) check_ids(*backend, p.shape, p.topk_idx, p.is_idx64, p.num_tokens);
   for (int i = 0; i < p.num_parts && sends_rows(p.variant); i++) {
     p.parts[i].out_offset = offset_of(p.parts[i].out, static_cast<uint64_t>(p.output.rows()) * p.parts[i].bytes);
   }
   if (sends_rows(p.variant)) check_slots(p.handle.num_slots, p.shape);
-  if (sends_rows(p.variant) && !routes(p.variant) && trusts_handles()) {
+  if (sends_rows(p.variant) && !routes(p.variant) && backend->trusts_handles()) {
     check_handle(p.handle, p.output, p.shape, topology_, p.num_tokens, rank_, sends_metadata(p.variant));
   }
   Observation seen = Observation::of(*this, name_of(p.variant), ++calls_.ht[static_cast<int>(Kind::kDispatch)], p.shape,
@@ -111,11 +114,11 @@ void Group::run(HtDispatchParams& p, void* stream) {
     seen.ids = routes(p.variant) ? p.topk_idx : p.handle.own.ids;
     seen.is_idx64 = routes(p.variant) && p.is_idx64;
   }
-  seen.has_own_times = backend()->has_own_times();
+  seen.has_own_times = backend->has_own_times();
   seen.has_own_counts = seen.has_own_times && p.variant == HtVariant::kRouteAndSend;
   const Observed observed(seen);
   p.recorded = observed.words();
-  backend()->ht_dispatch(p, stream);
+  backend->ht_dispatch(p, stream);
 }
 
 // Kernels wait for them while they add up the rows of a token, for ranks of one domain to read.
@@ -131,13 +134,13 @@ void Group::check_signals(const HtCombineParams& p) const {
 
 void Group::combine(HtCombineParams& p, void* stream) {
   const OneCaller one_caller(is_called_);
-  require_ht();
-  require_valid_ids();
+  const std::shared_ptr<Backend> backend = begin_ht();
+  require_valid_ids(*backend);
   p.options.check(Modes::kHt);
   p.shape = own_shape(p.shape);
   check_tokens(p.num_tokens, p.shape);
   check_slots(p.handle.num_slots, p.shape);
-  if (trusts_handles()) check_handle(p.handle, p.output, p.shape, topology_, p.num_tokens, rank_, false);
+  if (backend->trusts_handles()) check_handle(p.handle, p.output, p.shape, topology_, p.num_tokens, rank_, false);
   HtRowFormat row;
   if (p.has_rows()) {
     check_combined_rows(p);
@@ -159,10 +162,10 @@ void Group::combine(HtCombineParams& p, void* stream) {
   seen.is_home_bound = true;
   seen.row_bytes = row.body_bytes;
   seen.rows = p.handle.counts + static_cast<int64_t>(rank_) * num_ranks();
-  seen.has_own_times = seen.has_own_counts = backend()->has_own_times();
+  seen.has_own_times = seen.has_own_counts = backend->has_own_times();
   const Observed observed(seen);
   p.recorded = observed.words();
-  backend()->ht_combine(p, stream);
+  backend->ht_combine(p, stream);
 }
 
 }  // namespace ep
