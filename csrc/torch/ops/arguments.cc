@@ -34,21 +34,21 @@ OutputTypesOf<Int> output_types(const OutputShape& output, Int capacity, Quant q
     return c10::SmallVector<Int, 3>(each.at.begin(), each.at.begin() + each.ndim);
   };
   const bool quantises = quant != Quant::kNone;
-  OutputTypesOf<Int> types;
-  types.x = sizes(dims.x);
-  types.x_type = !quantises ? dtype : is_nvfp4(quant) ? at::kFloat4_e2m1fn_x2 : at::kFloat8_e4m3fn;
-  types.scales = sizes(dims.scales);
-  types.scales_type = !quantises                  ? scale_dtype
-                      : is_mxfp8(quant)           ? at::kFloat8_e8m0fnu
-                      : is_nvfp4(quant)           ? at::kFloat8_e4m3fn
-                      : quant == Quant::kFp8Ue8m0 ? at::kInt
-                                                  : at::kFloat;
-  types.weights = sizes(dims.weights);
-  types.topk_idx = sizes(dims.topk_idx);
-  types.idx_type = is_idx64 ? at::kLong : at::kInt;
-  types.row_expert = sizes(dims.row_expert);
-  types.info = sizes(dims.info);
-  return types;
+  return {.x = sizes(dims.x),
+          .scales = sizes(dims.scales),
+          .weights = sizes(dims.weights),
+          .topk_idx = sizes(dims.topk_idx),
+          .row_expert = sizes(dims.row_expert),
+          .info = sizes(dims.info),
+          .x_type = !quantises        ? dtype
+                    : is_nvfp4(quant) ? at::kFloat4_e2m1fn_x2
+                                      : at::kFloat8_e4m3fn,
+          .scales_type = !quantises                  ? scale_dtype
+                         : is_mxfp8(quant)           ? at::kFloat8_e8m0fnu
+                         : is_nvfp4(quant)           ? at::kFloat8_e4m3fn
+                         : quant == Quant::kFp8Ue8m0 ? at::kInt
+                                                     : at::kFloat,
+          .idx_type = is_idx64 ? at::kLong : at::kInt};
 }
 template OutputTypesOf<int64_t> output_types(const OutputShape&, int64_t, Quant, at::ScalarType, int64_t, int64_t,
                                              at::ScalarType, bool);

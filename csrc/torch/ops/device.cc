@@ -1,6 +1,7 @@
 #include "torch/ops/device.h"
 
 #include <ATen/EmptyTensor.h>
+#include <c10/core/CPUAllocator.h>
 
 #include <cstring>
 
@@ -59,16 +60,28 @@ bool is_current([[maybe_unused]] const at::Device& device) {
   return true;
 }
 
-at::Tensor new_tensor(at::IntArrayRef sizes, at::ScalarType type, [[maybe_unused]] const at::Device& device) {
+namespace {
+
+// Of the device, which is current where it is a GPU. Nobody asks whether torch has begun to use that: the buffer has.
+c10::Allocator* allocator_of([[maybe_unused]] const at::Device& device) {
 #if defined(EP_WITH_CUDA)
-  if (device.is_cuda()) {
-    if (!OnDevice::is_known(device)) return at::detail::empty_cuda(sizes, type, device, std::nullopt);
-    // The same without setting the device, and without asking whether torch has begun to use it: the buffer has.
-    return at::detail::empty_generic(sizes, c10::cuda::CUDACachingAllocator::get(),
-                                     c10::DispatchKeySet(c10::DispatchKey::CUDA), type, std::nullopt);
+  if (device.is_cuda()) return c10::cuda::CUDACachingAllocator::get();
+#endif
+  return c10::GetCPUAllocator();
+}
+c10::DispatchKeySet key_of(const at::Device& device) {
+  return c10::DispatchKeySet(device.is_cpu() ? c10::DispatchKey::CPU : c10::DispatchKey::CUDA);
+}
+
+}  // namespace
+
+at::Tensor new_tensor(at::IntArrayRef sizes, at::ScalarType type, const at::Device& device) {
+#if defined(EP_WITH_CUDA)
+  if (device.is_cuda() && !OnDevice::is_known(device)) {
+    return at::detail::empty_cuda(sizes, type, device, std::nullopt);
   }
 #endif
-  return at::detail::empty_cpu(sizes, type, /*pin_memory=*/false, std::nullopt);
+  return at::detail::empty_generic(sizes, allocator_of(device), key_of(device), type, std::nullopt);
 }
 
 thread_local bool PackedResultsScope::is_on_ = false;
@@ -84,11 +97,12 @@ void new_tensors(std::span<const NewTensor> wanted, const at::Device& device) {
   };
   int64_t bytes = 0;
   for (const NewTensor& each : wanted) bytes += bytes_of(each);
-  const at::Tensor whole = new_tensor({bytes}, at::kByte, device);
-  const c10::DispatchKeySet key(device.is_cpu() ? c10::DispatchKey::CPU : c10::DispatchKey::CUDA);
+  std::optional<OnDevice> on_device;
+  if (!OnDevice::is_known(device)) on_device.emplace(device);
+  const c10::Storage whole(c10::Storage::use_byte_size_t(), bytes, allocator_of(device), /*resizable=*/true);
   int64_t at = 0;
   for (const NewTensor& each : wanted) {
-    *each.tensor = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(whole.storage()), key,
+    *each.tensor = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(whole), key_of(device),
                                                             c10::scalarTypeToTypeMeta(each.type));
     c10::TensorImpl* made = each.tensor->unsafeGetTensorImpl();
     made->set_storage_offset(at / static_cast<int64_t>(c10::elementSize(each.type)));
