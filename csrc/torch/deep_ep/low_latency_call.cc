@@ -132,19 +132,19 @@ py::object state_of(PyObject* view) {
 }
 
 // The handle of a dispatch whose hook has not run says so.
-void require_received(PyObject* view, const Tensor& src_info) {
+void require_received(PyObject* view, const py::object& state, const Tensor& src_info) {
   static PyObject* const name = PyUnicode_InternFromString("unreceived");
-  const py::object unreceived = taken(PyObject_GetAttr(state_of(view).ptr(), name));
+  const py::object unreceived = taken(PyObject_GetAttr(state.ptr(), name));
   if (unreceived.is_none() || tensor_of(unreceived.ptr()).data_ptr() != src_info.data_ptr()) return;
   py::handle(view).attr("require_usable")();
   raise(ErrorKind::kInvalidUsage, "the dispatch of this handle was sent and has not been received: call its hook");
 }
 
 // The tensor that get_next_low_latency_combine_buffer has made. Null: it has not.
-py::object made_before(PyObject* view, const GivenHandle& handle) {
+py::object made_before(const py::object& state, const GivenHandle& handle) {
   static PyObject* const name = PyUnicode_InternFromString("scratch");
   static PyObject* const kind = PyUnicode_InternFromString("combine");
-  const py::object scratch = attribute(state_of(view).ptr(), name);
+  const py::object scratch = attribute(state.ptr(), name);
   if (!scratch || !PyDict_CheckExact(scratch.ptr())) return {};
   const auto key = taken(
       tuple_of(new_reference(kind), number(handle.max_tokens), number(handle.hidden), number(handle.num_experts)));
@@ -154,8 +154,8 @@ py::object made_before(PyObject* view, const GivenHandle& handle) {
 }
 
 // What a combine reads with zero_copy, whose shape and type x has.
-py::object rows_of_zero_copy(PyObject* view, const GivenHandle& handle, const Tensor& x) {
-  py::object rows = made_before(view, handle);
+py::object rows_of_zero_copy(PyObject* view, const py::object& state, const GivenHandle& handle, const Tensor& x) {
+  py::object rows = made_before(state, handle);
   if (!rows) rows = py::handle(view).attr("get_next_low_latency_combine_buffer")(handle.elements());
   const Tensor& made = tensor_of(rows.ptr());
   if (x.sizes() != made.sizes() || x.scalar_type() != made.scalar_type() || !x.is_contiguous()) {
@@ -186,12 +186,13 @@ PyObject* low_latency_combine(PyObject* const* given, Py_ssize_t count) {
                                         {"out", given[9], out, true},
                                         {"combine_wait_recv_cost_stats", given[10], wait_cost, true},
                                         {"row_signals", given[11], row_signals, true}});
-  require_received(view, *src_info);
+  const py::object state = state_of(view);
+  require_received(view, state, *src_info);
   EP_CHECK(x->dim() == 3 && x->sym_size(2) == handle.hidden, "x has shape ", x->sym_sizes(),
            ", must be [local experts, ranks * max_tokens, ", handle.hidden, "]");
   const bool wants_gradient = gradients::wants_any(*x) || gradients::wants_any(*topk_weights);
   const py::object rows_object =
-      zero_copy ? rows_of_zero_copy(view, handle, *x) : py::reinterpret_borrow<py::object>(given[1]);
+      zero_copy ? rows_of_zero_copy(view, state, handle, *x) : py::reinterpret_borrow<py::object>(given[1]);
   const Tensor& rows = THPVariable_Unpack(rows_object.ptr());
   buffer.receive_lost("combine");
   const bool is_plain = are_plain && is_plain_thread() && !(how.has_hook && wants_gradient);

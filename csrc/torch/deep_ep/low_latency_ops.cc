@@ -261,7 +261,8 @@ struct Signals {  // RowSignals
 Tensor combine(const at::Tensor& seq, const Tensor& src_info, int64_t num_experts, int64_t max_tokens,
                int64_t num_tokens, int64_t topk, int64_t num_sms, bool use_logfmt, CombineArgs args,
                const OptionalTensor& wait_cost, const Tensor* given, Phase phase, const Signals& signals = {}) {
-  const auto [registered, group, device, on_device] = OnGroup(seq);
+  const OnGroup on(seq);
+  const auto& [registered, group, device, on_device] = on;
   const DType dtype = dtype_of(args.rows_dtype);
   const CombineConfig config{{.num_experts = num_experts, .topk = topk, .max_tokens = max_tokens},
                              {.weighting = Weighting::kHome,
@@ -290,7 +291,7 @@ Tensor combine(const at::Tensor& seq, const Tensor& src_info, int64_t num_expert
   } else if (!PackedResultsScope::is_on()) {  // torch wants a result
     made = new_tensor({0}, args.rows_dtype, device);
   }
-  run_combine(seq, handle, num_tokens, output.capacity, config, args, phase, given != nullptr ? given : &made);
+  run_combine(on, handle, num_tokens, output.capacity, config, args, phase, given != nullptr ? given : &made);
   return made;
 }
 

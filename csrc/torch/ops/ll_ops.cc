@@ -134,9 +134,9 @@ HandlePtrs resolve_handle(const HandleInfo& info, const Tensor& handle, const at
 
 }  // namespace
 
-Tensor run_combine(const at::Tensor& seq, const Tensor& handle, int64_t num_tokens, int64_t capacity,
+Tensor run_combine(const OnGroup& on, const Tensor& handle, int64_t num_tokens, int64_t capacity,
                    const CombineConfig& config, const CombineArgs& args, Phase phase, const Tensor* given) {
-  const auto [registered, group, device, on_device] = OnGroup(seq);
+  const auto& [registered, group, device, on_device] = on;
   const auto info = HandleInfo::of(group.num_ranks(), num_tokens, capacity, config);
   LlCombineParams p;
   set_combine(p, info.output, static_cast<int>(info.num_experts), to_int(num_tokens, "number of tokens"), config);
@@ -170,14 +170,14 @@ namespace {
 
 Tensor ll_combine(const Tensor& seq, EP_COMBINE_ARGS) {
   return guarded([&] {
-    return run_combine(seq, handle, num_tokens, capacity, combine_config(config),
+    return run_combine(OnGroup(seq), handle, num_tokens, capacity, combine_config(config),
                        combine_args(rows, weights, topk_idx, biases), Phase::kFused, nullptr);
   });
 }
 
 void ll_combine_out(const Tensor& seq, EP_COMBINE_ARGS, const Tensor& out) {
   guarded([&] {
-    run_combine(seq, handle, num_tokens, capacity, combine_config(config),
+    run_combine(OnGroup(seq), handle, num_tokens, capacity, combine_config(config),
                 combine_args(rows, weights, topk_idx, biases), Phase::kFused, &out);
   });
 }
@@ -186,7 +186,7 @@ void ll_combine_send(const Tensor& seq, EP_COMBINE_ARGS, const OptionalTensor& r
   guarded([&] {
     CombineArgs args = combine_args(rows, weights, topk_idx, biases);
     args.row_signals = pointer_to(row_signals);
-    run_combine(seq, handle, num_tokens, capacity, combine_config(config), args, Phase::kSend, nullptr);
+    run_combine(OnGroup(seq), handle, num_tokens, capacity, combine_config(config), args, Phase::kSend, nullptr);
   });
 }
 
@@ -195,7 +195,7 @@ Tensor ll_combine_recv(const Tensor& seq, const Tensor& handle, at::TensorList b
                        const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&) {
   return guarded([&] {
     const CombineArgs args{.biases = biases, .hidden = hidden, .rows_dtype = rows_dtype};
-    return run_combine(seq, handle, num_tokens, capacity, combine_config(config), args, Phase::kRecv, nullptr);
+    return run_combine(OnGroup(seq), handle, num_tokens, capacity, combine_config(config), args, Phase::kRecv, nullptr);
   });
 }
 
@@ -204,7 +204,7 @@ void ll_combine_recv_out(const Tensor& seq, const Tensor& handle, at::TensorList
                          const Tensor& out) {
   guarded([&] {
     const CombineArgs args{.biases = biases, .hidden = hidden, .rows_dtype = rows_dtype};
-    run_combine(seq, handle, num_tokens, capacity, combine_config(config), args, Phase::kRecv, &out);
+    run_combine(OnGroup(seq), handle, num_tokens, capacity, combine_config(config), args, Phase::kRecv, &out);
   });
 }
 

@@ -61,7 +61,7 @@ struct CombineArgs {
 inline const at::Tensor* pointer_to(const OptionalTensor& tensor) { return tensor ? &*tensor : nullptr; }
 
 // `given`: where the result goes; null: into a new tensor, which is returned where the call receives.
-at::Tensor run_combine(const at::Tensor& seq, const at::Tensor& handle, int64_t num_tokens, int64_t capacity,
+at::Tensor run_combine(const OnGroup& on, const at::Tensor& handle, int64_t num_tokens, int64_t capacity,
                        const CombineConfig& config, const CombineArgs& args, Phase phase, const at::Tensor* given);
 
 }  // namespace ep
