@@ -340,6 +340,10 @@ void Group::run(LlDispatchParams& p, void* stream) {
   const std::shared_ptr<Backend> backend = this->backend();
   check_phase(Kind::kDispatch, p.phase, "dispatch");
   if (sends(p.phase)) check_ids(*backend, p.shape, p.topk_idx, p.is_idx64, p.num_tokens);
+  if (receives(p.phase) && is_swizzled(p.options.quant)) {
+    EP_CHECK(reinterpret_cast<uintptr_t>(p.out_scales.data) % 16 == 0, "output scales at address ", p.out_scales.data,
+             " are not aligned to 16 bytes, which ", name_of(p.options.quant), " wants");
+  }
   Observation seen = Observation::of(*this, name_of(Kind::kDispatch, p.phase), call_number(Kind::kDispatch, p.phase),
                                      p.shape, p.num_tokens, p.hidden, stream);
   if (sends(p.phase)) {

@@ -19,7 +19,7 @@ from nccl_ep.placement import ExpertMap, map_experts, rebalance_experts
 from nccl_ep.testing import ThreadGroup, run_ranks
 from tests.deep_ep.low_latency_ranks import deepep_cases
 from tests.deep_ep.normal_ranks import check_layout, layout_of, normal_buffer
-from tests.gpu import chains, handles, ht_chains, ht_ranks, ranks
+from tests.gpu import chains, handles, ht_chains, ht_ranks, odd_addresses, ranks
 from tests.gpu.delays import COMBINE, DISPATCH, SEARCHES, Search, delays, meet, set_testing, stress
 from tests.ht.harness import HtCoverage, check_ht_case
 from tests.support.expected import Expected, large_cases, plain_case, shared_buffer
@@ -56,6 +56,10 @@ def test_generated_cases_of_high_throughput_give_the_oracles_bits(part: int) -> 
 def test_scales_of_the_caller_travel_unchanged() -> None:
     for number, case in enumerate(ranks.scale_cases(2)):
         check_case(case, staged=number % 3 == 1, num_sms=number % 2 + 1)
+
+
+def test_scales_of_an_output_begin_at_any_element() -> None:
+    run_ranks(2, partial(odd_addresses.check_all, device="cpu"))
 
 
 @pytest.mark.parametrize("part", range(3))

@@ -16,7 +16,7 @@ import torch
 import nccl_ep
 from nccl_ep import deep_ep
 from nccl_ep.testing import ThreadGroup, run_ranks
-from tests.gpu import chains, ranks
+from tests.gpu import chains, odd_addresses, ranks
 from tests.gpu.sanitizers import TOOLS, needs_sanitizer, run_sanitizer
 from tests.ht.harness import check_ht_case
 from tests.support.expected import Expected, large_cases, plain_case, shared_buffer
@@ -99,6 +99,10 @@ def test_gemms_of_the_caller_keep_their_bits(num_ranks: int) -> None:
 
 
 # ---- A world of one rank
+
+
+def test_scales_of_an_output_begin_at_any_element() -> None:
+    odd_addresses.check_all(None, "cuda")
 
 
 def _launches(call: Callable[[], Any]) -> tuple[dict[str, int], list[str]]:

@@ -352,6 +352,21 @@ TEST(Scales, GoOutInTheLargestUnitThatFitsEveryRow) {
   EXPECT_THROW(ScaleTarget::of({memory, 4, 2, 2, 4}), Error) << "rows that do not lie together";
 }
 
+TEST(Scales, OfFourBytesGoOutFourAtATimeWhereEveryRowIsAligned) {
+  alignas(16) static char memory[32];
+  const auto unit = [](int offset, int64_t row_stride, int64_t group_stride, int count, int64_t bin_stride) {
+    return ScaleTarget::of_words({memory + offset, row_stride, group_stride, count, 4, bin_stride}).unit;
+  };
+  EXPECT_EQ(unit(0, 8, 1, 8, 0), 16);
+  EXPECT_EQ(unit(0, 8, 1, 8, 800), 16);
+  EXPECT_EQ(unit(4, 8, 1, 8, 0), 4) << "the first address";
+  EXPECT_EQ(unit(8, 8, 1, 8, 0), 4);
+  EXPECT_EQ(unit(0, 7, 1, 7, 0), 4) << "a row of seven";
+  EXPECT_EQ(unit(0, 10, 1, 8, 0), 4) << "the gap between rows";
+  EXPECT_EQ(unit(0, 8, 1, 8, 802), 4) << "the gap between experts";
+  EXPECT_EQ(unit(0, 1, 40, 8, 320), 4) << "columns";
+}
+
 TEST(DispatchGeometry, CountsThePiecesToSendAndToReceive) {
   LlDispatchParams p = some_dispatch(OutputLayout::kExpertMajor);
   const LlPlan plan = plan_dispatch({p.num_tokens, p.row.wire_bytes(), false}, sm_90());

@@ -79,11 +79,13 @@ struct ScaleSource {
   }
 };
 
-// Where they go: rows one after the other.
+// Where they go.
 struct ScaleTarget {
   char* data = nullptr;
   int unit = kLaneBytes;
   int row_bytes = 0;
+
+  // Of keyed rows and of scales of a byte: rows one after the other.
 
   static ScaleTarget of(const Scales& scales) {
     EP_CHECK(scales.count == 0 || (scales.group_stride == 1 && scales.row_stride == scales.count), "rows of ",
@@ -92,6 +94,18 @@ struct ScaleTarget {
     target.data = static_cast<char*>(scales.data);
     target.row_bytes = scales.count * scales.element_bytes;
     target.unit = scale_unit(std::gcd<int64_t>(reinterpret_cast<intptr_t>(scales.data), target.row_bytes));
+    return target;
+  }
+
+  // Of scales of four bytes, which have strides.
+  static ScaleTarget of_words(const Scales& scales) {
+    constexpr int64_t kBytes = 4;
+    ScaleTarget target;
+    target.data = static_cast<char*>(scales.data);
+    target.row_bytes = static_cast<int>(scales.count * kBytes);
+    const int64_t strides = std::gcd(scales.row_stride, scales.bin_stride) * kBytes;
+    const int64_t sizes = scales.group_stride == 1 ? std::gcd<int64_t>(strides, target.row_bytes) : kBytes;
+    target.unit = scale_unit(std::gcd<int64_t>(reinterpret_cast<intptr_t>(scales.data), sizes));
     return target;
   }
 };
@@ -145,7 +159,7 @@ struct LlDispatchGeometry {
   Divisor by_alignment;
   RoutingBitmapShape bitmap;
   ScaleSource given_scales;  // of keyed rows
-  ScaleTarget out_scales;    // of keyed rows and scales of a byte
+  ScaleTarget out_scales;
 
   static LlDispatchGeometry of(const LlDispatchParams& p, const LlPlan& plan) {
     EP_CHECK(plan.sender_warps < plan.warps && plan.receiver_warps > 1, plan.sender_warps, " senders and ",
@@ -174,8 +188,10 @@ struct LlDispatchGeometry {
     g.gap_warps = static_cast<int>(std::max<int64_t>(p.output.bins(), slices));
     g.bitmap = RoutingBitmapShape::of(p);
     if (p.row.is_keyed && sends(p.phase)) g.given_scales = ScaleSource::of(p.scales);
-    const bool has_bytes = p.row.is_keyed || (p.options.quant != Quant::kNone && p.out_scales.element_bytes == 1);
-    if (has_bytes && receives(p.phase)) g.out_scales = ScaleTarget::of(p.out_scales);
+    if (receives(p.phase) && (p.row.is_keyed || p.options.quant != Quant::kNone)) {
+      const bool has_words = !p.row.is_keyed && p.out_scales.element_bytes == 4;
+      g.out_scales = has_words ? ScaleTarget::of_words(p.out_scales) : ScaleTarget::of(p.out_scales);
+    }
     return g;
   }
 };

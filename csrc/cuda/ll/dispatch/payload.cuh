@@ -224,16 +224,16 @@ __device__ __forceinline__ void store_scale_units(char* at, uint4 vector, int un
   if (left > 12) words[3] = vector.w;
 }
 
-// The scales of a step, four floats or one word of exponents.
-__device__ __forceinline__ void store_step_scales(const Scales& scales, int64_t row_offset, int step, uint4 side,
-                                                  int side_bytes) {
+// The scales of a step, four floats or one word of exponents. `unit`: ScaleTarget's.
+__device__ __forceinline__ void store_step_scales(const Scales& scales, int unit, int64_t row_offset, int step,
+                                                  uint4 side, int side_bytes) {
   const int first = side_bytes == 16 ? step * 4 : step;
   auto* target = static_cast<uint32_t*>(scales.data) + row_offset + first * scales.group_stride;
   if (side_bytes == 4) {
     *target = side.x;
     return;
   }
-  if (scales.group_stride == 1 && scales.count % 4 == 0) {
+  if (unit == kLaneBytes) {
     ptx::st(reinterpret_cast<uint4*>(target), side);
     return;
   }
@@ -302,15 +302,15 @@ struct RowWriter {
     }
   }
   // `expert`: whose row it is; of no meaning in rank layouts.
-  __device__ __forceinline__ void store(const LlDispatchParams& p, const ScaleTarget& byte_scales, int32_t out_row,
+  __device__ __forceinline__ void store(const LlDispatchParams& p, const ScaleTarget& out_scales, int32_t out_row,
                                         uint32_t expert, const PieceOf<kEncoding, kSteps>& piece) const {
     const auto row = static_cast<uint64_t>(static_cast<uint32_t>(out_row));
     uint4* target = out + row * static_cast<uint32_t>(row_vectors);
 #pragma unroll
     for (int j = 0; j < kSteps; j++) {
       if constexpr (kEncoding == Encoding::kKeyed) {
-        const uint64_t row_scales = row * static_cast<uint32_t>(byte_scales.row_bytes);
-        store_keyed(byte_scales, target, scales_out + row_scales, j, piece.vector[j]);
+        const uint64_t row_scales = row * static_cast<uint32_t>(out_scales.row_bytes);
+        store_keyed(out_scales, target, scales_out + row_scales, j, piece.vector[j]);
       } else if (j * 32 < payload_left) {
         ptx::st(target + j * 32, piece.vector[j]);
       }
@@ -319,16 +319,17 @@ struct RowWriter {
     const Scales& scales = p.out_scales;
     if (kEncoding == Encoding::kFp4 || is_mxfp8(p.options.quant)) {
       if (is_swizzled(p.options.quant)) return store_swizzled_scales(p, out_row, expert, side, piece.side);
-      const int first = side * kLaneBytes, left = byte_scales.row_bytes - first;
-      char* at = byte_scales.data + row * static_cast<uint32_t>(byte_scales.row_bytes) + first;
-      if (byte_scales.unit == kLaneBytes) {
+      const int first = side * kLaneBytes, left = out_scales.row_bytes - first;
+      char* at = out_scales.data + row * static_cast<uint32_t>(out_scales.row_bytes) + first;
+      if (out_scales.unit == kLaneBytes) {
         ptx::st(reinterpret_cast<uint4*>(at), piece.side);
       } else {
-        store_scale_units(at, piece.side, byte_scales.unit, left);
+        store_scale_units(at, piece.side, out_scales.unit, left);
       }
       return;
     }
-    store_step_scales(scales, out_row * scales.row_stride + expert * bin_gap, side, piece.side, side_bytes);
+    store_step_scales(scales, out_scales.unit, out_row * scales.row_stride + expert * bin_gap, side, piece.side,
+                      side_bytes);
   }
 };
 

@@ -23,29 +23,36 @@ __device__ __forceinline__ const T& of_grid(const T& parameters) {
   return kept;
 }
 
+// A GPU traps at an address that is no multiple of what is loaded or stored at once.
+template <class T>
+const T* checked(const void* p) {
+  if (reinterpret_cast<uintptr_t>(p) % sizeof(T) != 0) emulator::die("an access is not aligned to its size");
+  return static_cast<const T*>(p);
+}
+
 // ---- Loads
 
 template <class T>
 T late_load(const T* p) {
   emulator::pause();
   T value;
-  emulator::load(&value, p, sizeof value);
+  emulator::load(&value, checked<T>(p), sizeof value);
   return value;
 }
 // Words of a vector are loaded one by one.
 template <class Word, class Vector>
 Vector late_load_words(const Vector* p) {
   Word words[sizeof(Vector) / sizeof(Word)];
-  const Word* from = reinterpret_cast<const Word*>(p);
+  const Word* from = reinterpret_cast<const Word*>(checked<Vector>(p));
   emulator::pause();
   for (Word& word : words) emulator::load(&word, from++, sizeof word);
   Vector value;
   std::memcpy(&value, words, sizeof value);
   return value;
 }
-inline uint4 ld_nc(const void* p) { return *static_cast<const uint4*>(p); }
-inline uint2 ld_nc_8(const void* p) { return *static_cast<const uint2*>(p); }
-inline uint32_t ld_nc_4(const void* p) { return *static_cast<const uint32_t*>(p); }
+inline uint4 ld_nc(const void* p) { return *checked<uint4>(p); }
+inline uint2 ld_nc_8(const void* p) { return *checked<uint2>(p); }
+inline uint32_t ld_nc_4(const void* p) { return *checked<uint32_t>(p); }
 inline uint32_t ld_nc_1(const void* p) { return *static_cast<const uint8_t*>(p); }
 inline uint4 ld_relaxed_sys(const uint4* p) { return late_load_words<uint32_t>(p); }
 inline uint2 ld_relaxed_sys(const uint2* p) { return late_load_words<uint32_t>(p); }
@@ -73,6 +80,7 @@ template <class Word, class Vector>
 void late_store_words(Vector* p, const Vector& v) {
   Word words[sizeof v / sizeof(Word)];
   std::memcpy(words, &v, sizeof v);
+  checked<Vector>(p);
   Word* to = reinterpret_cast<Word*>(p);
   for (const Word& word : words) emulator::store(to++, &word, sizeof word);
 }
@@ -80,6 +88,7 @@ template <class Vector>
 void weak_store_words(Vector* p, const Vector& v) {
   uint32_t words[sizeof v / sizeof(uint32_t)];
   std::memcpy(words, &v, sizeof v);
+  checked<Vector>(p);
   uint32_t* to = reinterpret_cast<uint32_t*>(p);
   for (const uint32_t& word : words) emulator::store_weak(to++, &word, sizeof word);
 }
@@ -112,7 +121,7 @@ inline uint64_t ld_acquire_shared_u64(SharedAddress p) {
   return *reinterpret_cast<uint64_t*>(p);
 }
 inline void st_release_shared_u64(SharedAddress p, uint64_t v) { *reinterpret_cast<uint64_t*>(p) = v; }
-inline void st_shared(uint4* p, uint4 v) { *p = v; }
+inline void st_shared(uint4* p, uint4 v) { *const_cast<uint4*>(checked<uint4>(p)) = v; }
 inline void st_shared(uint32_t* p, uint32_t v) { *p = v; }
 inline void st_shared(uint8_t* p, uint32_t v) { *p = static_cast<uint8_t>(v); }
 
