@@ -151,7 +151,7 @@ emulated: .venv/ready
 	$(call build_in,$@)
 	{ python tests/support/emulated.py -q -k "planted or chains" && python tests/support/emulated.py -q \
 	    tests/ll/test_split_combine.py tests/ll/test_signals.py tests/ll/test_masks.py tests/deep_ep/test_low_latency.py \
-	    tests/ll/test_extra.py tests/ht/test_signals.py tests/api/test_arrivals.py tests/network tests/contract \
+	    tests/ll/test_extra.py tests/ll/test_all_weights.py tests/ht/test_signals.py tests/api/test_arrivals.py tests/network tests/contract \
 	    tests/training/test_gradients.py tests/training/test_zero_weights.py && \
 	    NCCL_EP_EMULATOR_GPUS=1 python tests/support/emulated.py -q tests/gpu/test_one_gpu_domains.py; } & \
 	    python tests/support/emulated.py -q -k "not planted and not chains" && wait $$!

@@ -108,6 +108,7 @@ DispatchCall take_call(const ncclEpHandle& handle, const ncclEpDispatchInputs_t&
   check_extra(call, handle, extra);
   call.options.quant = quant_of(call, handle, config, extra.quant);
   call.options.zero_padding = extra.zero_padding != 0 || (handle.is_plain && handle.output.alignment > 1);
+  call.options.all_weights = handle.is_plain && !handle.is_ht && handle.output.layout == OutputLayout::kRankMajor;
   call.options.num_sms = handle.num_sms(extra.num_sms);
   call.dtype = to_dtype(call.tokens.dtype);
   call.hidden = static_cast<int>(call.tokens.sizes.at[1]);

@@ -11,6 +11,8 @@ const char* name_of(Operation operation) {
   switch (operation) {
     case Operation::kDispatch:
       return "dispatch";
+    case Operation::kDispatchAllWeights:
+      return "dispatch with all weights";
     case Operation::kCombine:
       return "combine";
     case Operation::kCombineWeighted:
@@ -79,8 +81,8 @@ std::string describe(const OpHeader& header) {
       concat(name_of(operation), "(", name_of(field<DType>(header, 8, 7)), ", hidden ", header.word(OpHeader::kHidden),
              ", top-", header.word(OpHeader::kTopk), ", ", header.word(OpHeader::kNumExperts), " experts, max_tokens ",
              header.word(OpHeader::kMaxTokens));
-  const bool is_dispatch =
-      operation == Operation::kDispatch || (operation >= Operation::kHtDispatch && operation <= Operation::kHtCached);
+  const bool is_dispatch = operation == Operation::kDispatch || operation == Operation::kDispatchAllWeights ||
+                           (operation >= Operation::kHtDispatch && operation <= Operation::kHtCached);
   if (is_dispatch) {
     const uint32_t metadata = header.word(OpHeader::kScaleBytes), order = metadata >> OpHeader::kMetadataBits;
     text += concat(", quant ", name_of(field<Quant>(header, 16, static_cast<int>(Quant::kNvfp4Swizzled))), ", ",

@@ -19,7 +19,7 @@ namespace {
 
 // Up to which a window of given bytes has room for unweighted rows; _UNWEIGHTED_TOPK of low_latency_memory.py.
 constexpr int kWindowTopk = 8;
-constexpr int kWireVersion = 14;            // changes with the bytes that ranks exchange
+constexpr int kWireVersion = 15;            // changes with the bytes that ranks exchange
 constexpr double kMaxTimeoutSeconds = 1e9;  // clocks count nanoseconds in 64 bits
 
 constexpr const char* kIdsQuestion = "Does num_experts count the experts of all ranks?";
@@ -320,7 +320,10 @@ void Group::prepare(LlDispatchParams& p) {
   p.scales.group_stride = usable_stride(p.scales.count, p.scales.group_stride);
   p.row.is_keyed = !quantises && (!is_float(p.dtype) || p.row.scale_bytes > 0);
   p.offsets = with_room([&] { return LlOffsets::make(window_, Kind::kDispatch, p.shape, p.row); });
-  p.header = header_of(pack_operation(Operation::kDispatch, p.dtype, p.options.quant, p.dtype), p.hidden, p.shape,
+  EP_CHECK(!p.options.all_weights || !has_expert_rows(p.output.layout), "all_weights is set, but rows of layout ",
+           name_of(p.output.layout), " have one weight each");
+  const Operation operation = p.options.all_weights ? Operation::kDispatchAllWeights : Operation::kDispatch;
+  p.header = header_of(pack_operation(operation, p.dtype, p.options.quant, p.dtype), p.hidden, p.shape,
                        p.row.scale_bytes, p.num_tokens);
 }
 

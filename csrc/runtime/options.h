@@ -34,12 +34,14 @@ enum class Weighting : int { kNone = 0, kDispatch = 1, kHome = 2 };
          Modes::kBoth)                                                                                      \
   OPTION(int64_t, alignment, 1, kLeast, kMost, Modes::kBoth) /* packed: of first rows */
 
-// reports_ids: false where another operation of the call has reported ids out of range. num_sms: on GPUs; 0: the plan's
-// choice.
+// reports_ids: false where another operation of the call has reported ids out of range. all_weights: rows of rank
+// layouts bring the weights of all choices of their token, also of those whose experts are elsewhere. num_sms: on GPUs;
+// 0: the plan's choice.
 #define EP_DISPATCH_OPTIONS(OPTION)                                                     \
   OPTION(Quant, quant, Quant::kNone, Quant::kNone, Quant::kNvfp4Swizzled, Modes::kBoth) \
   OPTION(bool, zero_padding, false, false, true, Modes::kBoth)                          \
   OPTION(bool, reports_ids, true, false, true, Modes::kLl)                              \
+  OPTION(bool, all_weights, false, false, true, Modes::kLl)                             \
   OPTION(int, num_sms, 0, 0, INT32_MAX, Modes::kBoth)
 
 // rows_per_signal, signal_threshold: RowSignals (common/row_signals.h); 0: the rows are there.

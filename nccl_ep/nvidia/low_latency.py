@@ -11,7 +11,7 @@ import torch
 from .. import _C
 from ..calls import CombineCall, dispatch_receive_args
 from ..checks import require_bools
-from ..config import dispatch_numbers
+from ..config import dispatch_numbers, replace_field
 from ..errors import UsageError
 from ..handle import Handle as Routing
 from ..handle import Layout as Rows
@@ -115,6 +115,8 @@ class LowLatency(Mode):
             num_experts, "ll", layout, max_tokens, None, 1, quant, False, num_sms, topk_idx.shape[1], 0, ranks,
             buffer.ll_max_tokens,
         )  # fmt: skip
+        if layout == "rank_major":
+            numbers = replace_field(numbers, "all_weights", 1)
         capacity = ranks * max_tokens if layout == "expert_major" else max_tokens
         return outputs_for(buffer, numbers, capacity, x, scales, topk_idx, given), rows, capacity, numbers
 

@@ -112,6 +112,7 @@ def test_another_number_of_numbers_is_refused(buffer: nccl_ep.Buffer, change: in
         ("quant", 9, "quant 9 is unknown"),
         ("layout", 4, "layout 4 is unknown"),
         ("num_sms", -1, "num_sms is -1, must not be negative"),
+        ("all_weights", 1, "all_weights is set, but rows of layout expert_major have one weight each"),
         ("num_experts", 1 << 40, "num_experts is 1099511627776, beyond 32 bits"),
     ],
 )

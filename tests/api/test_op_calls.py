@@ -66,7 +66,7 @@ def named_arguments(made: nccl_ep.Buffer, /, **changes: Any) -> dict[str, Any]:
     }  # fmt: skip
     fields = {
         "num_experts": E, "topk": K, "max_tokens": T, "layout": 0, "alignment": 1, "quant": 0, "zero_padding": 1,
-        "reports_ids": 1, "num_sms": 0,
+        "reports_ids": 1, "all_weights": 0, "num_sms": 0,
     }  # fmt: skip
     fields |= {name: changes.pop(name) for name in list(changes) if name in fields}
     return named | {"config": tuple(fields.values())} | changes

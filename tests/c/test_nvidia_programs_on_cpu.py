@@ -103,21 +103,15 @@ def test_ep_test(programs: Path, arguments: str, num_ranks: int) -> None:
 
 @pytest.mark.parametrize("arguments", EP_BENCH.values(), ids=EP_BENCH)
 def test_ep_bench(programs: Path, arguments: str) -> None:
-    """A rank ends with 2, if a check of the program fails on any. Two checks ask for more than docs/c_api.md promises.
-
-    Low latency's combine: the bits of the program's own order of additions; here partial sums of a rank are rounded
-    before they travel. Its bound on the angle, which it still prints, holds. Dispatch by rank: weights of choices that
-    are another rank's, which are 0 here.
-    """
+    """A rank ends with 2, if a check of the program fails on any. One check asks for more than docs/c_api.md promises:
+    low latency's combine must have the bits of the program's own order of additions, and here partial sums of a rank
+    are rounded before they travel. Its bound on the angle, which it still prints, holds."""
     ranks = run_ranks_of(programs / "ep_bench", f"{SIZES} {arguments}", 2)
     said = "\n".join(text for _, text in ranks)
     told = re.findall(r"^Global validation: Dispatch=(\w+)(?:, Combine=(\w+))?", said, re.MULTILINE)
     assert len(told) == 1 and all(code in (0, 2) for code, _ in ranks), said
     dispatch, combine = told[0]
-    if dispatch != "PASSED":
-        wrong = re.findall(r"^\[Rank \d+\] \S+ dispatch: rank \d+ slot \d+ token \d+: (.*)$", said, re.MULTILINE)
-        assert arguments.startswith(LL_RM) and wrong, said
-        assert all(re.fullmatch(r"weight\[\d+\]=0\.000000 expected=\S+", each) for each in wrong), said
+    assert dispatch == "PASSED", said
     if combine not in ("", "PASSED"):
         angles = [float(each) for each in re.findall(r"cosine_diff=([\d.e+-]+)", said)]
         assert arguments.startswith("-a ll") and angles and max(angles) < 1e-5, said

@@ -81,7 +81,8 @@ def test_expert_major(send_only: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kind", list(ep.ExpertIdKind))
 @pytest.mark.parametrize("send_only", [0, 1])
 def test_rank_major(kind: ep.ExpertIdKind, send_only: int) -> None:
-    """Rows by source; ids are int32 whatever the routing's are; rows without a token have id -1 and weight 0."""
+    """Rows by source; ids are int32 whatever the routing's are. A row brings all weights of its token, also of choices
+    that are another rank's, whose id is -1; rows without a token have id -1 and weight 0."""
 
     def body(group: Any) -> None:
         mine, rank = tokens_of(group.rank()), group.rank()
@@ -105,9 +106,9 @@ def test_rank_major(kind: ep.ExpertIdKind, send_only: int) -> None:
                 want = local_ids(rank, source, came[at]) if at < len(came) else [-1] * TOPK
                 assert ids[source, at].tolist() == [each + first if each >= 0 else -1 for each in want]
                 given = tokens_of(source).weights[came[at]] if at < len(came) else torch.zeros(TOPK)
-                assert weights[source, at].equal(torch.where(ids[source, at] >= 0, given, 0))
+                assert weights[source, at].equal(given)
                 assert at >= len(came) or rows[source, at].equal(tokens_of(source).x[came[at]])
-        rows = (rows.float() * weights.sum(-1, keepdim=True)).bfloat16()
+        rows = (rows.float() * torch.where(ids >= 0, weights, 0).sum(-1, keepdim=True)).bfloat16()
         home = torch.zeros_like(mine.x)
         handle.combine(ep.CombineInputs(tokens=Tensor(rows)), ep.CombineOutputs(tokens=Tensor(home)), stream=0)
         assert_close(home, weighted_sum(mine))

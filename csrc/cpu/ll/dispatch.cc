@@ -43,17 +43,21 @@ void load_row(const LlDispatchParams& p, int token, Words& words) {
   encode_row(p.row, words.data());
 }
 
-// Ids and weights of the own tokens: each rank gets the ids of its own experts, and the weights that belong to them.
+// Ids and weights of the own tokens: each rank gets the ids of its own experts, and the weights that belong to them, or
+// all of them.
 void send_routing(const LlDispatchParams& p, Exchange& exchange, int peer) {
   const IdFormat& ids = p.offsets.ids;
   for (int token = 0; token < p.num_tokens; token++) {
+    const int32_t* chosen = p.handle.ids + token * p.shape.topk;
+    const auto has = [&](int32_t id) { return id >= 0 && p.shape.owner(id) == peer; };
+    const bool gets_all = p.options.all_weights && std::any_of(chosen, chosen + p.shape.topk, has);
     uint32_t words[kMaxTopk] = {};
     for (int k = 0; k < ids.words() * ids.per_word(); k++) {
-      const int32_t id = k < p.shape.topk ? p.handle.ids[token * p.shape.topk + k] : -1;
-      const bool is_there = id >= 0 && p.shape.owner(id) == peer;
+      const int32_t id = k < p.shape.topk ? chosen[k] : -1;
+      const bool is_there = has(id);
       const uint32_t code = is_there ? static_cast<uint32_t>(p.shape.local_expert(id)) : ids.none();
       words[k / ids.per_word()] |= code << (k % ids.per_word() * ids.bits);
-      if (is_there) {
+      if (is_there || (gets_all && k < p.shape.topk)) {
         const float weight = p.topk_weights ? p.topk_weights[token * p.shape.topk + k] : 1.0f;
         uint32_t bits;
         std::memcpy(&bits, &weight, sizeof bits);
@@ -95,10 +99,15 @@ bool await_routing_of(const LlDispatchParams& p, Exchange& exchange, int source,
     const Offset words_at = p.offsets.id_words(exchange.bank(), source, token);
     if (!exchange.await_words(source, words_at, Awaited::kRouting, words, ids.words())) return false;
     const size_t first = p.offsets.slot(source, token) * p.shape.topk;
+    bool has_row = false;
     for (int k = 0; k < p.shape.topk; k++) {
       const uint32_t code = ids.get(words[k / ids.per_word()], k % ids.per_word());
       if (code == ids.none()) continue;
       routing.local_ids[first + k] = static_cast<int32_t>(code);
+      has_row = true;
+    }
+    for (int k = 0; k < p.shape.topk; k++) {
+      if (routing.local_ids[first + k] < 0 && !(has_row && p.options.all_weights)) continue;
       uint32_t bits;
       const Offset weight_at = p.offsets.weight(exchange.bank(), source, token, k);
       if (!exchange.await_words(source, weight_at, Awaited::kWeights, &bits, 1)) return false;

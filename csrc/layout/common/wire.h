@@ -112,6 +112,7 @@ enum class Operation : int {
   kHtCombineWeights = 12,
   // Low latency again: a combine with weights of the home rank that is split, and sends rows instead of sums.
   kCombineUnweighted = 13,
+  kDispatchAllWeights = 14,  // low latency: DispatchOptions::all_weights
 };
 
 EP_HD bool is_high_throughput(const OpHeader& header) {

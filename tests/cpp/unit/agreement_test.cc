@@ -124,6 +124,10 @@ TEST(Describe, ACallIsToldWithItsArguments) {
   EXPECT_EQ(describe(call).find("split combine with weights of the home rank("), 0u);
   EXPECT_FALSE(is_high_throughput(call));
   call.words[OpHeader::kOperation] =
+      pack_operation(Operation::kDispatchAllWeights, DType::kF16, Quant::kFp8, DType::kF16);
+  EXPECT_EQ(describe(call).find("dispatch with all weights(fp16, "), 0u);
+  EXPECT_NE(describe(call).find("quant fp8, "), std::string::npos);
+  call.words[OpHeader::kOperation] =
       pack_operation(Operation::kHtCombineWeights, DType::kF32, Quant::kNone, DType::kF32);
   EXPECT_TRUE(is_high_throughput(call));
   call.words[OpHeader::kOperation] = pack_operation(Operation::kCombineWeights, DType::kF32, Quant::kNone, DType::kF32);

@@ -23,10 +23,11 @@ __device__ __forceinline__ void store_row_info(const DispatchRole& role, const W
   const unsigned any = __ballot_sync(~0u, wanted);
   const int32_t token_row = kExpertRows || any == 0 ? row : __shfl_sync(~0u, row, __ffs(any) - 1);
   if (lane < map_k) p.handle.rows[static_cast<int64_t>(slot) * map_k + lane] = token_row;
+  const bool has_weight = wanted || (!kExpertRows && p.options.all_weights && any != 0 && lane < topk);
   float weight = 0;
-  if (wanted && is_tagged(given.seen, op.tag)) {
+  if (has_weight && is_tagged(given.seen, op.tag)) {
     weight = __uint_as_float(static_cast<uint32_t>(given.seen));
-  } else if (wanted) {
+  } else if (has_weight) {
     weight = __uint_as_float(await_word(op, given.word, Awaited::kWeights, source));
   }
   if constexpr (kExpertRows) {

@@ -97,6 +97,9 @@ __device__ __forceinline__ void send_token_routing(const DispatchRole& role, con
   testing_point(Point::kBeforeRouting, op, out.token);
   out.lane.send(op, p.offsets, out.choice.rank);
   send_routing(op, p.offsets, role.peers, role.geometry.by_id_words, 1, out.token, out.choice, out.weight);
+  if (p.options.all_weights) {
+    send_other_weights(op, p.offsets, role.peers, p.shape.topk, out.token, out.choice, out.weight);
+  }
   if (role.lane >= p.shape.topk) return;
   p.handle.ids[out.token * p.shape.topk + role.lane] =
       out.choice.rank < 0 ? -1 : out.choice.rank * p.output.local_experts + out.choice.expert;
