@@ -41,7 +41,8 @@ from bench.records import FIELDS, make, revision, save, today
 from bench.world import join_torchrun
 from nccl_ep import deep_ep
 from nccl_ep.choices import Mode
-from nccl_ep.config import combine_args
+from nccl_ep.config import combine_args, pack_dispatch
+from nccl_ep.handle import LAYOUTS
 
 Call = Callable[[], Any]
 Then = Callable[[Any], Any]  # of what a call returned
@@ -205,7 +206,7 @@ def low_latency_calls(buffer: nccl_ep.Buffer, sizes: tuple[int, int, int, int], 
     rows = torch.zeros_like(out.x)
     ops = torch.ops.nccl_ep
     numbers = combine_args(out.handle, 1, x.dtype)
-    config = (experts, topk, tokens, 0, 1, 0, 0, 1, 0)
+    config = pack_dispatch({"num_experts": experts, "topk": topk, "max_tokens": tokens})
     view = deep_ep.Buffer.of(buffer)
     use_fp8 = hidden % 128 == 0
     fp8: dict[str, Any] = {"use_fp8": use_fp8}
@@ -261,7 +262,7 @@ def high_throughput_calls(buffer: nccl_ep.Buffer, sizes: tuple[int, int, int, in
     rows = buffer.empty(out.x.shape, x.dtype)
     ops, capacity = torch.ops.nccl_ep, out.handle.capacity
     numbers = combine_args(out.handle, 0, x.dtype)
-    config = (experts, topk, tokens, 3, 1, 0, 0, 1, 0)
+    config = pack_dispatch({"num_experts": experts, "topk": topk, "max_tokens": tokens, "layout": int(LAYOUTS["flat"])})
     view = deep_ep.Buffer.of(buffer)
     per_rank, _, per_expert, is_in_rank, _ = view.get_dispatch_layout(ids, experts)
     layout = {"num_tokens_per_rank": per_rank, "num_tokens_per_expert": per_expert, "is_token_in_rank": is_in_rank}

@@ -25,6 +25,11 @@ def make_buffer(group: Any, device: str, mode: Any) -> nccl_ep.Buffer:
     )
 
 
+def _like(tensor: torch.Tensor) -> torch.Tensor:
+    """Zeros; torch has none of four bits."""
+    return torch.zeros(tensor.nbytes, dtype=torch.uint8, device=tensor.device).view(tensor.dtype).view(tensor.shape)
+
+
 def _at_next_element(tensor: torch.Tensor) -> torch.Tensor:
     """Of the same shape, an element behind the beginning of its memory."""
     size = tensor.element_size()
@@ -54,7 +59,7 @@ def check_low_latency(buffer: nccl_ep.Buffer) -> None:
             x, ids, weights, capacity, config = _arguments(buffer, quant, layout)
             given = (buffer._seq, x, None, ids, weights, capacity, config)
             expected = _ops.ll_dispatch.default(*given)
-            outs = [torch.zeros_like(each) for each in expected]
+            outs = [_like(each) for each in expected]
             outs[SCALES] = _at_next_element(expected[SCALES])
             _ops.ll_dispatch_out.default(*given, *outs)
             _require_same_bytes(tuple(outs[:-1]), tuple(expected[:-1]), f"{quant}, {layout}")  # the last is the handle
@@ -66,7 +71,7 @@ def check_high_throughput(buffer: nccl_ep.Buffer) -> None:
             x, ids, weights, capacity, config = _arguments(buffer, quant, layout)
             given = (buffer._seq, [x], None, ids, weights, capacity, config)
             expected = _ops.ht_dispatch.default(*given)[:8]
-            outs = [torch.zeros_like(each) for each in expected]
+            outs = [_like(each) for each in expected]
             outs[SCALES] = _at_next_element(expected[SCALES])
             _ops.ht_dispatch_out.default(*given, outs[:1], *outs[1:])
             _require_same_bytes(tuple(outs[:2]), tuple(expected[:2]), f"{quant}, {layout}")
@@ -77,7 +82,7 @@ def check_tiles_are_refused(buffer: nccl_ep.Buffer) -> None:
     for quant in SWIZZLED:
         x, ids, weights, capacity, config = _arguments(buffer, quant, "expert_major")
         given = (buffer._seq, x, None, ids, weights, capacity, config)
-        outs = [torch.zeros_like(each) for each in _ops.ll_dispatch.default(*given)]
+        outs = [_like(each) for each in _ops.ll_dispatch.default(*given)]
         outs[SCALES] = _at_next_element(outs[SCALES])
         with pytest.raises(ValueError, match=f"output scales at address 0x[0-9a-f]+ are not aligned to 16 .*{quant}"):
             _ops.ll_dispatch_out.default(*given, *outs)
