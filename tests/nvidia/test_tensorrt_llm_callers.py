@@ -94,7 +94,7 @@ def test_low_latency(recipe: str) -> None:
                     here = [each + rank * LOCAL if each >= 0 else -1 for each in local_ids(rank, source, token, seed)]
                     assert ids[source, at].tolist() == here
             made = torch.zeros(RANKS, MOST, HIDDEN, dtype=torch.bfloat16)
-            made[..., :width] = (rows.float() * weights.sum(-1, keepdim=True)).bfloat16()
+            made[..., :width] = (rows.float() * torch.where(ids >= 0, weights, 0).sum(-1, keepdim=True)).bfloat16()
             made[(ids < 0).all(-1)] = 0
             home = torch.empty(len(mine.x), HIDDEN, dtype=torch.bfloat16)
             handle.combine(ep.CombineInputs(tokens=Tensor(made)), ep.CombineOutputs(tokens=Tensor(home)), stream=0)

@@ -70,6 +70,12 @@ void put_rows(Result& made, const variable_list& rows, size_t num_xs, bool has_s
 using Sending = std::function<Sent()>;
 using Combining = std::function<Combined()>;
 
+// A weight's gradient comes home from the owner of its expert alone.
+void check_differentiable(at::IntArrayRef config, const Optional& topk_weights) {
+  TORCH_CHECK_VALUE(!wants_gradient(topk_weights) || !dispatch_config(config).all_weights,
+                    "topk_weights want a gradient, which a dispatch with all_weights has not got");
+}
+
 torch_ops::LlDispatched ll_dispatch(const Tensor& seq, const Tensor& x, const Optional& x_scales,
                                     const Tensor& topk_idx, const Optional& topk_weights, SymInt capacity,
                                     at::IntArrayRef config) {
@@ -78,6 +84,7 @@ torch_ops::LlDispatched ll_dispatch(const Tensor& seq, const Tensor& x, const Op
     return torch_ops::ll_dispatch().call(seq, x, x_scales, topk_idx, topk_weights, capacity, config);
   };
   if (!wants_gradient(x, x_scales, topk_weights)) return run();
+  check_differentiable(config, topk_weights);
   torch_ops::LlDispatched made;
   const Sending send = [&]() -> Sent {
     made = run();
@@ -105,6 +112,7 @@ torch_ops::LlReceived ll_dispatch_recv(const Tensor& seq, const Tensor& handle, 
                                               capacity, config, kNone, kNone);
   };
   if (!wants_gradient(x, topk_weights)) return run();
+  check_differentiable(config, topk_weights);
   EP_CHECK(x.has_value(), "the gradient of a dispatch in two calls needs the carrier of x");
   torch_ops::LlReceived made;
   const Sending send = [&]() -> Sent {

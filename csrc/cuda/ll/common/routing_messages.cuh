@@ -80,15 +80,16 @@ __device__ __forceinline__ void send_routing(const WarpContext& op, const LlOffs
 }
 
 // DispatchOptions::all_weights: each rank that has an expert of the token gets the weights of its other choices, too.
-static __device__ __noinline__ void send_other_weights(const WarpContext& op, const LlOffsets& offsets,
-                                                       const LsaPeers& peers, int topk, int token, const Choice& choice,
+// `own`: the rank of choice `lane`. What a caller has in registers comes by value: an address would put it into memory.
+static __device__ __noinline__ void send_other_weights(const WarpContext op, const LlOffsets& offsets,
+                                                       const LsaPeers peers, int topk, int token, int own,
                                                        float weight) {
   const int lane = lane_id();
   for (int k = 0; k < topk; k++) {
-    const int rank = __shfl_sync(~0u, choice.rank, k);
-    const unsigned its_choices = __ballot_sync(~0u, choice.rank == rank);
+    const int rank = __shfl_sync(~0u, own, k);
+    const unsigned its_choices = __ballot_sync(~0u, own == rank);
     if (rank < 0 || __ffs(static_cast<int>(its_choices)) - 1 != k || !reaches(peers, rank)) continue;
-    if (lane >= topk || choice.rank == rank || is_masked(op, rank)) continue;
+    if (lane >= topk || own == rank || is_masked(op, rank)) continue;
     auto* word = peers.at<uint64_t>(rank, offsets.weight<kMasksRanks>(op.bank, peers.rank, token, lane));
     ptx::st_relaxed_sys(word, tagged(__float_as_uint(weight), op.tag));
   }

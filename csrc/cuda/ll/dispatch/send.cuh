@@ -98,7 +98,7 @@ __device__ __forceinline__ void send_token_routing(const DispatchRole& role, con
   out.lane.send(op, p.offsets, out.choice.rank);
   send_routing(op, p.offsets, role.peers, role.geometry.by_id_words, 1, out.token, out.choice, out.weight);
   if (p.options.all_weights) {
-    send_other_weights(op, p.offsets, role.peers, p.shape.topk, out.token, out.choice, out.weight);
+    send_other_weights(op, p.offsets, role.peers, p.shape.topk, out.token, out.choice.rank, out.weight);
   }
   if (role.lane >= p.shape.topk) return;
   p.handle.ids[out.token * p.shape.topk + role.lane] =

@@ -73,7 +73,7 @@ __device__ __forceinline__ void forward_routing(const DispatchRail& role, const 
         Choice::of(is_choice ? record.ids[entry] : -1, p.shape.num_experts, role.geometry.by_local_experts);
     const float weight = is_choice ? __uint_as_float(record.weights[entry]) : 1.0f;
     send_routing(op, p.offsets, as_source, role.geometry.by_id_words, 0, token, choice, weight);
-    if (p.options.all_weights) send_other_weights(op, p.offsets, as_source, p.shape.topk, token, choice, weight);
+    if (p.options.all_weights) send_other_weights(op, p.offsets, as_source, p.shape.topk, token, choice.rank, weight);
     __syncwarp();
   }
 }
