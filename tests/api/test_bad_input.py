@@ -59,6 +59,12 @@ def _misaligned(tensor: torch.Tensor) -> torch.Tensor:
     return room[1 : 1 + tensor.numel()].view(tensor.shape).copy_(tensor)
 
 
+def _broken(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values, whose elements begin at odd addresses."""
+    room = bytearray(tensor.nbytes + 1)
+    return torch.frombuffer(room, dtype=tensor.dtype, offset=1).view(tensor.shape).copy_(tensor)
+
+
 def _dtensor(tensor: torch.Tensor) -> torch.Tensor:
     """Of one rank, without a process group."""
     mesh = DeviceMesh("cpu", [0], _init_backend=False, _rank=0)
@@ -120,6 +126,10 @@ DISPATCH: list[Bad] = [
     ("ids contiguity", lambda s: s.dispatch(s.x, _strided(s.ids)), ValueError, "topk_idx of shape .* not contiguous"),
     ("weights contiguity", lambda s: s.dispatch(s.x, s.ids, _strided(s.weights)), ValueError,
      "topk_weights of shape .* not contiguous"),
+    ("weights alignment", lambda s: s.dispatch(s.x, s.ids, _broken(s.weights)), ValueError,
+     "topk_weights at address 0x.* not aligned to its elements of 4 bytes"),
+    ("ids alignment", lambda s: s.dispatch(s.x, _broken(s.ids)), ValueError,
+     "topk_idx at address 0x.* not aligned to its elements of 8 bytes"),
     ("x alignment", lambda s: s.dispatch(_misaligned(s.x), s.ids), ValueError, "x at address 0x.* not aligned to 16"),
     # sizes
     ("too many tokens", lambda s: s.dispatch(s.x, s.ids, max_tokens=7), ValueError, "8 tokens, but max_tokens is 7"),

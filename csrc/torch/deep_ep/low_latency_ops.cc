@@ -68,13 +68,14 @@ struct Columns {
   Columns(const OutputShape& output, int64_t groups)
       : sizes{output.local_experts, output.capacity, groups}, strides{groups * output.capacity, 1, output.capacity} {}
 };
-void check_columns(const Tensor& scales, const OutputShape& output, int64_t groups, const at::Device& device) {
+void check_columns(const Tensor& scales, at::ScalarType type, const OutputShape& output, int64_t groups,
+                   const at::Device& device) {
   const Columns columns(output, groups);
-  const bool is_as_made = scales.device() == device && scales.sizes() == at::IntArrayRef(columns.sizes) &&
+  const bool is_as_made = scales.device() == device && scales.scalar_type() == type &&
+                          scales.sizes() == at::IntArrayRef(columns.sizes) &&
                           scales.strides() == at::IntArrayRef(columns.strides);
-  if (is_as_made) return;  // to make a view takes the host longer
-  check_tensor(scales.transpose(1, 2), "scales", scales.scalar_type(), {output.local_experts, groups, output.capacity},
-               device);
+  if (is_as_made) return check_whole(scales, "scales");  // to make a view takes the host longer
+  check_tensor(scales.transpose(1, 2), "scales", type, {output.local_experts, groups, output.capacity}, device);
 }
 
 // The handle has an allocation of its own, by which combine knows it.
@@ -175,9 +176,11 @@ struct GivenOutputs final : DispatchOutputs {
     const OutputShape& output = p.output;
     const bool quantises = p.options.quant != Quant::kNone;
     check_tensor(given.x, "x", quantises ? at::kFloat8_e4m3fn : row.dtype, row_shape(output, row.hidden), device);
+    check_aligned(given.x, "x");
     const int64_t by_row[] = {output.local_experts, output.capacity, row.num_scales};
     if (quantises) {
-      check_columns(given.scales, output, p.out_scales.count, device);
+      const at::ScalarType type = output_types(row, p.options.quant, output).scales_type;
+      check_columns(given.scales, type, output, p.out_scales.count, device);
     } else {
       check_tensor(given.scales, "scales", row.scale_dtype,
                    row.num_scales > 0 ? at::IntArrayRef(by_row) : at::IntArrayRef{0}, device);

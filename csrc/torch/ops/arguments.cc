@@ -118,6 +118,13 @@ void check_tensor(const at::Tensor& tensor, const char* name, at::ScalarType dty
   EP_CHECK(tensor.sizes() == sizes, name, " has shape ", tensor.sizes(), ", must be ", sizes);
   EP_CHECK(tensor.is_contiguous(), name, " of shape ", tensor.sizes(), " and strides ", tensor.strides(),
            " is not contiguous");
+  check_whole(tensor, name);
+}
+
+void check_whole(const at::Tensor& tensor, const char* name) {
+  EP_CHECK(tensor.numel() == 0 || reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % tensor.element_size() == 0,
+           name, " at address ", tensor.const_data_ptr(), " is not aligned to its elements of ", tensor.element_size(),
+           " bytes");
 }
 
 void check_aligned(const at::Tensor& tensor, const char* name) {

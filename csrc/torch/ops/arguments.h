@@ -75,6 +75,7 @@ InputTypes check_inputs(const at::Tensor& x, const OptionalTensor& scales, const
                         const OptionalTensor& topk_weights, int64_t topk, const at::Device& device);
 void check_tensor(const at::Tensor& tensor, const char* name, at::ScalarType dtype, at::IntArrayRef sizes,
                   const at::Device& device);
+void check_whole(const at::Tensor& tensor, const char* name);    // aligned to its elements; check_tensor() has it
 void check_aligned(const at::Tensor& tensor, const char* name);  // to 16 bytes
 void require_ids(const at::Tensor& tensor, const char* name);    // of experts: their dtype
 
