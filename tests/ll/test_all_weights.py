@@ -100,7 +100,7 @@ def test_between_domains(network: str, topk: int) -> None:
 @pytest.mark.parametrize("num_ranks, domain_size", [(3, None), pytest.param(4, 2, marks=of_gpus)])
 @pytest.mark.parametrize("dead", [None, 1])
 def test_masked_ranks_bring_none(dead: int | None, num_ranks: int, domain_size: int | None, split: bool) -> None:
-    how = {"split": split, "dead": dead, "domain_size": domain_size, "enable_shrink": True}
+    how: dict[str, Any] = {"split": split, "dead": dead, "domain_size": domain_size, "enable_shrink": True}
     run_ranks(num_ranks, partial(check_all_weights, **how))
 
 

@@ -80,10 +80,9 @@ __device__ __forceinline__ void send_routing(const WarpContext& op, const LlOffs
 }
 
 // DispatchOptions::all_weights: each rank that has an expert of the token gets the weights of its other choices, too.
-// `own`: the rank of choice `lane`. What a caller has in registers comes by value: an address would put it into memory.
-static __device__ __noinline__ void send_other_weights(const WarpContext op, const LlOffsets& offsets,
-                                                       const LsaPeers peers, int topk, int token, int own,
-                                                       float weight) {
+// `own`: the rank of choice `lane`.
+__device__ __forceinline__ void send_other_weights(const WarpContext& op, const LlOffsets& offsets,
+                                                   const LsaPeers& peers, int topk, int token, int own, float weight) {
   const int lane = lane_id();
   for (int k = 0; k < topk; k++) {
     const int rank = __shfl_sync(~0u, own, k);

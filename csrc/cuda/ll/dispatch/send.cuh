@@ -97,16 +97,15 @@ __device__ __forceinline__ void send_token_routing(const DispatchRole& role, con
   testing_point(Point::kBeforeRouting, op, out.token);
   out.lane.send(op, p.offsets, out.choice.rank);
   send_routing(op, p.offsets, role.peers, role.geometry.by_id_words, 1, out.token, out.choice, out.weight);
-  if (p.options.all_weights) {
-    send_other_weights(op, p.offsets, role.peers, p.shape.topk, out.token, out.choice.rank, out.weight);
-  }
   if (role.lane >= p.shape.topk) return;
   p.handle.ids[out.token * p.shape.topk + role.lane] =
       out.choice.rank < 0 ? -1 : out.choice.rank * p.output.local_experts + out.choice.expert;
   if (out.choice.rank < 0) report_invalid_id(p, op.context.state, out.token);
 }
 
-// Token `first` and those that this warp sends after it: there are more tokens than warps.
+// Token `first` and those that this warp sends after it: there are more tokens than warps. Then weights that only a
+// call with all_weights sends, of all tokens of the warp: a function that it called for each would cost all calls
+// registers.
 static __device__ __noinline__ void send_rest_of_routing(const DispatchRole role, const OpContext& op, int first) {
   OutgoingRouting out;
 #pragma unroll 1
@@ -115,6 +114,14 @@ static __device__ __noinline__ void send_rest_of_routing(const DispatchRole role
     out.compute_addr(role);
     out.prepare(role);
     send_token_routing(role, WarpContext(op), out);
+    __syncwarp();
+  }
+  if (!role.p.options.all_weights) return;
+#pragma unroll 1
+  for (int token = role.routing_token(); token < role.p.num_tokens; token += role.routing_step()) {
+    const Choice choice = choice_of(role, own_id(role, token));
+    send_other_weights(WarpContext(op), role.p.offsets, role.peers, role.p.shape.topk, token, choice.rank,
+                       own_weight(role, token));
     __syncwarp();
   }
 }
@@ -128,7 +135,7 @@ __device__ __forceinline__ void send_all_routing(const DispatchRole& role, const
   send_token_routing(role, op, out);
   const int next = out.token + role.routing_step();
   __syncwarp();
-  if (next < role.p.num_tokens) send_rest_of_routing(role, op, next);
+  if (next < role.p.num_tokens || role.p.options.all_weights) send_rest_of_routing(role, op, next);
 }
 
 // A piece of an own row, ready to be sent as soon as the epoch is known.
