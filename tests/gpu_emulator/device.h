@@ -9,8 +9,8 @@
 //   * Shared and device memory begin as garbage.
 // Weak stores and those to shared memory arrive at once; a fence is taken to cover all that its block has stored. With
 // NCCL_EP_EMULATOR_LATE_WEAK=1 in the environment of a launch, weak stores of ptx.cuh are as late as the others.
-// What never runs is noticed: a launch in which every thread waits for another one ends the process with a list. So does
-// a load or store of a vector by ptx.cuh at an address that is no multiple of its size.
+// What never runs is noticed: a launch in which every thread waits for another one ends the process with a list. So
+// does a load or store of a vector by ptx.cuh at an address that is no multiple of its size.
 #pragma once
 
 #include <cstddef>
