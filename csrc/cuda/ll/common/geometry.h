@@ -86,7 +86,6 @@ struct ScaleTarget {
   int row_bytes = 0;
 
   // Of keyed rows and of scales of a byte: rows one after the other.
-
   static ScaleTarget of(const Scales& scales) {
     EP_CHECK(scales.count == 0 || (scales.group_stride == 1 && scales.row_stride == scales.count), "rows of ",
              scales.count, " scales go out with strides ", scales.row_stride, " and ", scales.group_stride);
