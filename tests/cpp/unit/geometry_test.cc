@@ -349,13 +349,28 @@ TEST(Scales, GoOutInTheLargestUnitThatFitsEveryRow) {
       }
     }
   }
-  EXPECT_THROW(ScaleTarget::of({memory, 4, 2, 2, 4}), Error) << "rows that do not lie together";
+}
+
+TEST(Scales, OfAByteAndOfACallerGoOutInRowsThatLieTogether) {
+  LlDispatchParams p = some_dispatch(OutputLayout::kExpertMajor);
+  const LlPlan plan = plan_dispatch({p.num_tokens, p.row.wire_bytes(), true}, sm_90());
+  p.options.quant = Quant::kMxfp8;
+  p.out_scales = {nullptr, 224, 1, 224, 1};
+  EXPECT_NO_THROW(LlDispatchGeometry::of(p, plan));
+  p.out_scales = {nullptr, 4, 2, 2, 1};
+  EXPECT_THROW(LlDispatchGeometry::of(p, plan), Error);
+  p.options.quant = Quant::kFp8;
+  p.out_scales = {nullptr, 1, 512, 56, 4};
+  EXPECT_NO_THROW(LlDispatchGeometry::of(p, plan));
+  p.options.quant = Quant::kNone;
+  p.row.is_keyed = true;
+  EXPECT_THROW(LlDispatchGeometry::of(p, plan), Error);
 }
 
 TEST(Scales, OfFourBytesGoOutFourAtATimeWhereEveryRowIsAligned) {
   alignas(16) static char memory[32];
   const auto unit = [](int offset, int64_t row_stride, int64_t group_stride, int count, int64_t bin_stride) {
-    return ScaleTarget::of_words({memory + offset, row_stride, group_stride, count, 4, bin_stride}).unit;
+    return ScaleTarget::of({memory + offset, row_stride, group_stride, count, 4, bin_stride}).unit;
   };
   EXPECT_EQ(unit(0, 8, 1, 8, 0), 16);
   EXPECT_EQ(unit(0, 8, 1, 8, 800), 16);

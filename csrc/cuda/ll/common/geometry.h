@@ -40,11 +40,11 @@ struct RowShape {
   }
 };
 
-// Scales of the caller move in vectors of 16 bytes, a lane each, or a vector in words or in bytes: in the largest unit
-// that addresses and sizes are multiples of.
-inline int scale_unit(int64_t common_divisor) {
-  if (common_divisor % kLaneBytes == 0) return kLaneBytes;
-  return common_divisor % 4 == 0 ? 4 : 1;
+// Scales move in vectors of 16 bytes, a lane each, or a vector in words or in bytes: in the largest unit that addresses
+// and sizes are multiples of. `all`: their bits, or-ed.
+inline int scale_unit(int64_t all) {
+  if (all % kLaneBytes == 0) return kLaneBytes;
+  return all % 4 == 0 ? 4 : 1;
 }
 
 // Where the vectors of a row's scales come from. All lengths are in bytes.
@@ -69,7 +69,7 @@ struct ScaleSource {
     source.row_bytes = scales.count * scales.element_bytes;
     source.element_stride = is_contiguous ? 1 : scales.group_stride * size;
     source.shift = is_contiguous ? 0 : std::countr_zero(static_cast<unsigned>(size));
-    source.unit = scale_unit(std::gcd<int64_t>(address, is_contiguous ? std::gcd(row_stride, source.row_bytes) : size));
+    source.unit = scale_unit(address | (is_contiguous ? row_stride | source.row_bytes : size));
     for (int i = 0; i < 4; i++) source.word_at[i] = byte_at(4 * i, source.element_stride, source.shift);
     source.vector_stride = byte_at(kLaneBytes, source.element_stride, source.shift);
     return source;
@@ -85,26 +85,13 @@ struct ScaleTarget {
   int unit = kLaneBytes;
   int row_bytes = 0;
 
-  // Of keyed rows and of scales of a byte: rows one after the other.
   static ScaleTarget of(const Scales& scales) {
-    EP_CHECK(scales.count == 0 || (scales.group_stride == 1 && scales.row_stride == scales.count), "rows of ",
-             scales.count, " scales go out with strides ", scales.row_stride, " and ", scales.group_stride);
+    const int64_t size = scales.element_bytes;
     ScaleTarget target;
     target.data = static_cast<char*>(scales.data);
-    target.row_bytes = scales.count * scales.element_bytes;
-    target.unit = scale_unit(std::gcd<int64_t>(reinterpret_cast<intptr_t>(scales.data), target.row_bytes));
-    return target;
-  }
-
-  // Of scales of four bytes, which have strides.
-  static ScaleTarget of_words(const Scales& scales) {
-    constexpr int64_t kBytes = 4;
-    ScaleTarget target;
-    target.data = static_cast<char*>(scales.data);
-    target.row_bytes = static_cast<int>(scales.count * kBytes);
-    const int64_t strides = std::gcd(scales.row_stride, scales.bin_stride) * kBytes;
-    const int64_t sizes = scales.group_stride == 1 ? std::gcd<int64_t>(strides, target.row_bytes) : kBytes;
-    target.unit = scale_unit(std::gcd<int64_t>(reinterpret_cast<intptr_t>(scales.data), sizes));
+    target.row_bytes = static_cast<int>(scales.count * size);
+    const int64_t rows = (scales.row_stride | scales.bin_stride) * size | target.row_bytes;
+    target.unit = scale_unit(reinterpret_cast<intptr_t>(scales.data) | (scales.group_stride == 1 ? rows : size));
     return target;
   }
 };
@@ -188,8 +175,11 @@ struct LlDispatchGeometry {
     g.bitmap = RoutingBitmapShape::of(p);
     if (p.row.is_keyed && sends(p.phase)) g.given_scales = ScaleSource::of(p.scales);
     if (receives(p.phase) && (p.row.is_keyed || p.options.quant != Quant::kNone)) {
-      const bool has_words = !p.row.is_keyed && p.out_scales.element_bytes == 4;
-      g.out_scales = has_words ? ScaleTarget::of_words(p.out_scales) : ScaleTarget::of(p.out_scales);
+      const Scales& out = p.out_scales;
+      const bool has_strides = !p.row.is_keyed && out.element_bytes == 4;
+      EP_CHECK(has_strides || out.count == 0 || (out.group_stride == 1 && out.row_stride == out.count), "rows of ",
+               out.count, " scales go out with strides ", out.row_stride, " and ", out.group_stride);
+      g.out_scales = ScaleTarget::of(out);
     }
     return g;
   }
