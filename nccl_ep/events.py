@@ -65,13 +65,13 @@ class EventOverlap:
     Source: DeepEP's ``EventOverlap``, V2's too.
     """
 
-    __slots__ = ("_hook", "_releases", "event", "extra_tensors")  # the first two: set when they are asked for
-
-    _hook: Callable[[], object] | None
+    __slots__ = ("_hook", "_releases", "event", "extra_tensors")  # csrc/torch/call/types.cc sets them, too
 
     def __init__(self, event: EventHandle | None = None, extra_tensors: tuple[torch.Tensor, ...] | None = None) -> None:
         self.event = event
         self.extra_tensors = extra_tensors
+        self._hook: Callable[[], object] | None = None
+        self._releases: bool | None = None
 
     @property
     def cuda_event(self) -> torch.cuda.Event | _C.StreamEvent | None:
@@ -85,16 +85,15 @@ class EventOverlap:
         """
         assert self.event is not None, "there is no event to wait for: the operation was not called with async_finish"
         self.event.current_stream_wait()
-        hook = getattr(self, "_hook", None)
-        if hook is not None:
-            self._hook = None
+        if self._hook is not None:
+            hook, self._hook = self._hook, None
             hook()
         if release_handle:
             self.event = self.extra_tensors = None
 
     def register_hook_after_wait(self, hook_after_wait: Callable[[], object]) -> None:
         """A function that the next wait calls. AssertionError if there is one already."""
-        assert getattr(self, "_hook", None) is None, "there is a hook already"
+        assert self._hook is None, "there is a hook already"
         self._hook = hook_after_wait
 
     def __call__(self: E, release_handle: bool = False) -> E:
@@ -106,7 +105,7 @@ class EventOverlap:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        releases, self._releases = getattr(self, "_releases", False), False
+        releases, self._releases = bool(self._releases), None
         if self.event is not None:
             self.current_stream_wait(releases)
 

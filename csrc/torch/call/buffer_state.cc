@@ -24,7 +24,8 @@ BufferState::BufferState(const py::object& seq, const py::object& num_ranks, con
 BufferState::~BufferState() { all_buffers().erase(tensor().size(0)); }
 
 BufferState* BufferState::of(PyObject* owner, PyObject* name) {
-  const py::object capsule = attribute(owner, name);  // which the owner keeps
+  // Which the owner keeps. Without the owner's own __getattr__, as this is of every call.
+  const auto capsule = py::reinterpret_steal<py::object>(PyObject_GenericGetAttr(owner, name));
   void* found = capsule ? PyCapsule_GetPointer(capsule.ptr(), kName) : nullptr;
   if (found == nullptr) PyErr_Clear();
   return static_cast<BufferState*>(found);

@@ -26,7 +26,7 @@ AllTypes& all_types() {
   static auto* made = new AllTypes;
   return *made;
 }
-constexpr size_t kEvent = 0, kExtraTensors = 1;
+constexpr size_t kEvent = 0, kExtraTensors = 1, kOverlapFields = 4;
 
 PyObject* overlap_of(PyObject* event, PyObject* extra_tensors) {
   const Slots& overlap = all_types().overlap;
@@ -34,6 +34,7 @@ PyObject* overlap_of(PyObject* event, PyObject* extra_tensors) {
   if (made == nullptr) return nullptr;
   overlap.set(made, kEvent, new_reference(event));
   overlap.set(made, kExtraTensors, new_reference(extra_tensors));
+  for (size_t each = kExtraTensors + 1; each < kOverlapFields; each++) overlap.set(made, each, new_reference(Py_None));
   return made;
 }
 
@@ -48,7 +49,7 @@ void set_types(const py::object& handle, const py::object& output, const py::obj
   for (size_t i = 0; i < types.modes.size(); i++) {
     types.modes[i] = taken(PyUnicode_InternFromString(kModeNames[i]));
   }
-  types.overlap = Slots(overlap, {"event", "extra_tensors"});
+  types.overlap = Slots(overlap, {"event", "extra_tensors", "_hook", "_releases"});
   types.event = Slots(event, {"_event"});
   default_device_mode.inc_ref();
   types.default_device_mode = reinterpret_cast<PyTypeObject*>(default_device_mode.ptr());
