@@ -1,0 +1,88 @@
+"""Host times of two trees: python -m bench.host_in_turns [--seconds 240] RECORDS.json OLD NEW -- --tokens 1
+
+OLD, NEW: folders of built trees. Both run measure_host with what follows ``--``, on one core and one GPU, a quarter of
+a second each in turn: what a host's clock does meets both. The least of many rounds leaves out those that were stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+TURN = 0.25  # seconds
+
+
+def start(tree: Path, records: Path, arguments: list[str], core: int) -> subprocess.Popen[bytes]:
+    package = "bench" if (tree / "bench/measure_host.py").exists() else "benchmarks"  # which it was called
+    return subprocess.Popen(
+        ["taskset", "--cpu-list", str(core), sys.executable, "-m", f"{package}.measure_host", str(records), *arguments],
+        cwd=tree, env=os.environ | {"PYTHONPATH": str(tree)}, stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+def take_turns(processes: list[subprocess.Popen[bytes]], seconds: float) -> None:
+    """Until one has ended. TimeoutError, with all of them killed, after so many seconds."""
+    deadline, turn = time.monotonic() + seconds, 0
+    try:
+        while all(each.poll() is None for each in processes):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"measure_host of two trees has not ended within {seconds} s")
+            for number, each in enumerate(processes):
+                each.send_signal(signal.SIGCONT if number == turn % len(processes) else signal.SIGSTOP)
+            time.sleep(TURN)
+            turn += 1
+        for each in processes:
+            each.send_signal(signal.SIGCONT)
+        for each in sorted(processes, key=lambda each: each.poll() is None):  # that one first
+            if each.wait(max(deadline - time.monotonic(), 1)) != 0:
+                raise RuntimeError(f"{each.args!r} has ended with {each.returncode}")
+    finally:
+        for each in processes:
+            each.kill()
+
+
+def measure(trees: list[Path], arguments: list[str], seconds: float, core: int) -> list[list[dict[str, Any]]]:
+    """The records of each tree."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / f"{number}.json" for number in range(len(trees))]
+        take_turns([start(*each, arguments, core) for each in zip(trees, files, strict=True)], seconds)
+        return [json.loads(each.read_text()) for each in files]
+
+
+def table(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[str]:
+    def by_call(records: list[dict[str, Any]]) -> dict[tuple[Any, ...], float]:
+        named = ("mode", "default_device", "api", "op")
+        return {tuple(each[name] for name in named): each["value"] for each in records if each["figure"] == "host"}
+
+    before, after = by_call(old), by_call(new)
+    return [
+        f"{mode} {api + ' ' + op:58} {before[call]:8.2f} {after[call]:8.2f} us  default device: {default}"
+        for call in after
+        if call in before
+        for mode, default, api, op in [call]
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("records", type=Path)
+    parser.add_argument("trees", type=Path, nargs=2, metavar="TREE", help="the old one, the new one")
+    parser.add_argument("--seconds", type=float, default=240, help="deadline")
+    parser.add_argument("--core", type=int, default=max(os.sched_getaffinity(0)))
+    parser.add_argument("arguments", nargs="*", help="of measure_host, behind --")
+    chosen = parser.parse_args()
+    old, new = measure([each.resolve() for each in chosen.trees], chosen.arguments, chosen.seconds, chosen.core)
+    print("\n".join(table(old, new)))
+    chosen.records.write_text("[\n" + ",\n".join(json.dumps(each) for each in old + new) + "\n]\n")
+
+
+if __name__ == "__main__":
+    main()
