@@ -9,13 +9,6 @@ std::string text_of(const Option& option, int64_t number) {
   return option.kind == OptionKind::kFloat ? concat(from_number<float>(number)) : concat(number);
 }
 
-bool is_within(const Option& option, int64_t number) {
-  if (number == option.fallback) return true;
-  if (option.kind != OptionKind::kFloat) return number >= option.least && number <= option.most;
-  const auto value = from_number<float>(number);  // false where it is no number
-  return value >= from_number<float>(option.least) && value <= from_number<float>(option.most);
-}
-
 // What a number out of the range must be.
 std::string requirement(const Option& option, int64_t number) {
   const bool is_integer = option.kind == OptionKind::kInteger;
@@ -30,8 +23,7 @@ std::string requirement(const Option& option, int64_t number) {
 
 }  // namespace
 
-void check_option(const Option& option, int64_t number) {
-  if (is_within(option, number)) return;
+void refuse_option(const Option& option, int64_t number) {
   const std::string text = text_of(option, number);
   const std::string what = option.kind == OptionKind::kChoice ? concat(" ", text, " is unknown") : concat(" is ", text);
   raise(ErrorKind::kInvalidArgument, option.name, what, ", ", requirement(option, number));

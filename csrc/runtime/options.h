@@ -82,18 +82,29 @@ constexpr T from_number(int64_t number) {
   return static_cast<T>(number);
 }
 
-// Refuses a number out of its option's range, with a text that has the name, the value, and what it must be.
-void check_option(const Option& option, int64_t number);
+constexpr bool is_within(const Option& option, int64_t number) {
+  if (number == option.fallback) return true;
+  if (option.kind != OptionKind::kFloat) return number >= option.least && number <= option.most;
+  const auto value = from_number<float>(number);  // false where it is no number
+  return value >= from_number<float>(option.least) && value <= from_number<float>(option.most);
+}
+// With a text that has the name, the value, and what it must be.
+[[noreturn]] void refuse_option(const Option& option, int64_t number);
+// A number out of its option's range is refused. Of a known option a compiler leaves two comparisons.
+constexpr void check_option(const Option& option, int64_t number) {
+  if (!is_within(option, number)) refuse_option(option, number);
+}
 // And an option that the mode has not got.
 void check_options(std::span<const Option> options, std::span<const int64_t> numbers, Modes mode);
 
 #define EP_OPTION_MEMBER(type, name, fallback, least, most, modes) type name = fallback;
 #define EP_OPTION_COUNT(type, name, fallback, least, most, modes) +1
-#define EP_OPTION_LINE(type, name, fallback, least, most, modes) \
-  Option{#name, kKindOf<type>, modes, to_number<type>(fallback), to_number<type>(least), to_number<type>(most)},
+#define EP_OPTION_OF(type, name, fallback, least, most, modes) \
+  (Option{#name, kKindOf<type>, modes, to_number<type>(fallback), to_number<type>(least), to_number<type>(most)})
+#define EP_OPTION_LINE(...) EP_OPTION_OF(__VA_ARGS__),
 #define EP_OPTION_PACK(type, name, fallback, least, most, modes) to_number<type>(name),
-#define EP_OPTION_UNPACK(type, name, fallback, least, most, modes) \
-  check_option(*option++, *number);                                \
+#define EP_OPTION_UNPACK(type, name, fallback, least, most, modes)               \
+  check_option(EP_OPTION_OF(type, name, fallback, least, most, modes), *number); \
   made.name = from_number<type>(*number++);
 
 #define EP_OPTIONS(Name, OPTIONS)                                                                      \
@@ -103,7 +114,6 @@ void check_options(std::span<const Option> options, std::span<const int64_t> num
     static constexpr std::array<Option, 0 OPTIONS(EP_OPTION_COUNT)> kTable{{OPTIONS(EP_OPTION_LINE)}}; \
     std::array<int64_t, kTable.size()> pack() const { return {OPTIONS(EP_OPTION_PACK)}; }              \
     static Name unpack(const int64_t* number) {                                                        \
-      const Option* option = kTable.data();                                                            \
       Name made;                                                                                       \
       OPTIONS(EP_OPTION_UNPACK)                                                                        \
       return made;                                                                                     \

@@ -241,7 +241,7 @@ PyObject* dispatch(PyObject* const* given, Py_ssize_t count) {
   py::object max_tokens;
   if (numbers[3] == Py_None) {
     static PyObject* const name = PyUnicode_InternFromString("max_tokens");
-    max_tokens = taken(PyObject_GetAttr(given[kTensors], name));
+    max_tokens = taken(PyObject_GenericGetAttr(given[kTensors], name));
     numbers[3] = max_tokens.ptr();
   }
   DispatchCall call = load_numbers(numbers.data(), tensors.topk_idx->sym_size(1).guard_int(__FILE__, __LINE__));
