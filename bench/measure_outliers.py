@@ -1,9 +1,10 @@
 """What single figures that are far off come from: torchrun --nproc-per-node 2 -m bench.measure_outliers FILE.json
 
 Figures of ``python -m bench`` again and again, until the time is up: low latency's dispatch of 32 tokens and
-high throughput's packed dispatch and combine, in graphs and as kernels. Every other time ("pause last") GPUs are
-aligned as they were until 26 November 2026: by a collective, and then a short pause. FILE has every sample of
-every rank. A line for each figure and repeat, in us:
+high throughput's packed dispatch and combine, in graphs and as kernels; low latency's pairs of 1 token in FP8, called
+from Python one after the other (queued). Every other time ("pause last") GPUs are aligned as they were until 26
+November 2026: by a collective, and then a short pause. FILE has every sample of every rank. A line for each figure and
+repeat, in us:
 
 - value: what the benchmark makes of the samples, the median of the slowest rank.
 - last: the median of the samples of the rank that began last. Operations end on all ranks at the same time, so what
@@ -14,6 +15,9 @@ every rank. A line for each figure and repeat, in us:
 
 ``value`` off and ``last`` not: the ranks began apart. With a long ``queue`` a host was late; else the GPUs' clocks
 differ ("pause last"), or the collective lets them go apart. Both off: it is the library or the GPUs; see MHz and alloc.
+
+Of queued pairs, ``queue`` is from one call to the next, and ranks go in step. ``value`` about the median of ``queue``:
+that host is slow. Far above it: it is the library or the GPUs.
 """
 
 from __future__ import annotations
@@ -37,9 +41,11 @@ from bench.workload import Checked, Shape, arena_bytes_for, fitted, make_buffer,
 from nccl_ep import Buffer
 from nccl_ep.choices import Mode
 
-SHAPES: dict[Mode, tuple[int, str, int, int]] = {  # tokens, layout, alignment, calls in a graph
-    "ll": (32, "expert_major", 1, 40),
-    "ht": (4096, "packed", 128, 10),
+EAGER = "eager"
+SHAPES: dict[str, tuple[Mode, int, str, str, int, int]] = {  # mode, tokens, dtype, layout, alignment, calls in a graph
+    "ll": ("ll", 32, "bf16", "expert_major", 1, 40),
+    "ht": ("ht", 4096, "bf16", "packed", 128, 10),
+    EAGER: ("ll", 1, "fp8", "expert_major", 1, 0),
 }
 _COUNTER = "num_device_alloc"  # of torch.cuda.memory_stats()
 
@@ -74,15 +80,15 @@ def clock() -> int | None:
 
 
 class Subject:
-    """A mode's buffer and calls."""
+    """A shape's buffer and calls."""
 
-    def __init__(self, rank: Rank, mode: Mode, hidden: int, experts: int) -> None:
-        tokens, layout, alignment, chain = SHAPES[mode]
-        shape = Shape(rank.num_ranks, tokens, hidden, 8, experts, "bf16", layout, "uniform", 1, mode, alignment)
+    def __init__(self, rank: Rank, name: str, hidden: int, experts: int) -> None:
+        mode, tokens, dtype, layout, alignment, chain = SHAPES[name]
+        shape = Shape(rank.num_ranks, tokens, hidden, 8, experts, dtype, layout, "uniform", 1, mode, alignment)
         inputs = make_inputs(shape)
         if mode == "ht":
             shape = fitted(shape, inputs)
-        self.mode, self.rank, self.shape = mode, rank, shape
+        self.name, self.mode, self.rank, self.shape = name, mode, rank, shape
         arena_bytes = arena_bytes_for(shape, rank.device) if mode == "ht" else None
         self.buffer: Buffer = make_buffer(shape, rank.device, 20.0, arena_bytes)
         checked = Checked(shape, rank.rank, inputs, self.buffer)
@@ -103,7 +109,20 @@ class Subject:
         with measure.without_pdl(self.buffer):
             return measure.kernel_times(self.rank, self.calls.get("pair"), self.effort, names)
 
+    def queued(self) -> dict[str, list[float]]:
+        call = self.calls.get("pair")
+
+        def noted() -> None:
+            self.rank.times.append(time.perf_counter())
+            call()
+
+        times = measure.queued_times(self.rank, noted, self.effort)
+        del self.rank.times[: -len(times)]  # of calls that are no samples
+        return {"pair": times}
+
     def figures(self) -> list[tuple[str, Callable[[], dict[str, list[float]]]]]:
+        if self.name == EAGER:
+            return [("queued", self.queued)]
         ops = ("dispatch",) if self.mode == "ll" else ("dispatch", "combine")
         return [("graph", lambda op=op: self.graph(op)) for op in ops] + [("kernel", self.kernels)]
 
@@ -155,7 +174,7 @@ def main() -> None:
     options = parser.parse_args()
     until = time.monotonic() + options.seconds
     rank = Rank()
-    subjects = [rank.together(partial(Subject, rank, mode, options.hidden, options.experts)) for mode in SHAPES]
+    subjects = [rank.together(partial(Subject, rank, name, options.hidden, options.experts)) for name in SHAPES]
     records: list[Record] = []
     repeat = 0
     while all(rank.agree(lambda: time.monotonic() < until)):
