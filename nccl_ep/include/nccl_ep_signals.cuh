@@ -13,13 +13,14 @@ struct Arrivals {
   int* state;
   int blocks;
 
-  static constexpr int kExpected = 0, kFailed = 1, kHeader = 16, kTables = 5;
+  static constexpr int kExpected = 0, kFailed = 1, kHeader = 16;
+  static constexpr int kRows = 1, kFirst = 2, kExperts = 3, kTables = 5;
 
   __device__ int expected() const { return *static_cast<volatile const int*>(state + kExpected); }
   // Of a block that has arrived: rows, first row of x as [rows, H], local expert.
-  __device__ int rows(int block) const { return entry(1, block); }
-  __device__ int first(int block) const { return entry(2, block); }
-  __device__ int expert(int block) const { return entry(3, block); }
+  __device__ int rows(int block) const { return entry(kRows, block); }
+  __device__ int first(int block) const { return entry(kFirst, block); }
+  __device__ int expert(int block) const { return entry(kExperts, block); }
 
   __device__ int entry(int table, int block) const {
     return *static_cast<volatile const int*>(state + kHeader + table * blocks + block);

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import nccl_ep
 from nccl_ep.bootstrap import rendezvous_of
 from nccl_ep.testing import ThreadGroup
+from tests.gpu.cuda_consumer import CudaConsumer, has_nvcc
 from tests.gpu.watched_arrivals import Layer, make_buffer, outlive, watch
 from tests.support.gpus import in_processes, needs_gpu, num_replays, on_gpu, ranks_on_gpus
 from tests.support.processes import run_processes
@@ -19,6 +20,7 @@ from tests.support.processes import run_processes
 pytest.importorskip("triton")
 pytestmark = needs_gpu
 REPLAYS = num_replays(60)
+needs_nvcc = pytest.mark.skipif(not has_nvcc(), reason="no nvcc here")
 
 
 def test_words_come_behind_their_rows() -> None:
@@ -32,6 +34,18 @@ def _watch_on_gpus(rank: int, replays: int) -> None:
 @ranks_on_gpus
 def test_words_come_behind_their_rows_over_nccl(tmp_path: Path) -> None:
     run_processes(2, _watch_on_gpus, tmp_path, in_processes(REPLAYS))
+
+
+@needs_nvcc
+def test_words_come_behind_their_rows_in_cuda(tmp_path: Path) -> None:
+    consumer = CudaConsumer(CudaConsumer.made(tmp_path))
+    watch(ThreadGroup.make(1)[0], torch.device("cuda", 0), REPLAYS, consumer)
+
+
+@needs_nvcc
+@ranks_on_gpus
+def test_a_rank_that_stays_away_ends_the_consumer_in_cuda(tmp_path: Path) -> None:
+    run_processes(2, outlive, tmp_path, "ht", "packed", CudaConsumer.made(tmp_path))
 
 
 @ranks_on_gpus

@@ -3,6 +3,7 @@ Outputs are poisoned before, so that a word that is set before its rows shows in
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch.distributed as dist
 import nccl_ep
 from nccl_ep.arrivals import Arrivals
 from nccl_ep.bootstrap import rendezvous_of
+from tests.gpu.cuda_consumer import CudaConsumer
 from tests.support.gpus import on_gpu
 
 HIDDEN, TOPK, EXPERTS, TOKENS, ROWS, POISON = 1024, 4, 16, 256, 64, 0x7F
@@ -19,10 +21,12 @@ TIMEOUT_NS = 10_000_000_000
 
 
 class Watched:
-    """A dispatch and its consumer, captured in a graph."""
+    """A dispatch and its consumer, captured in a graph. in_cuda: a consumer in CUDA, in place of one in Triton."""
 
-    def __init__(self, buffer: nccl_ep.Buffer, mode: Any, layout: Any, quant: Any) -> None:
-        self.buffer, device = buffer, buffer.device
+    def __init__(
+        self, buffer: nccl_ep.Buffer, mode: Any, layout: Any, quant: Any, in_cuda: CudaConsumer | None = None
+    ) -> None:
+        self.buffer, self.in_cuda, device = buffer, in_cuda, buffer.device
         self.x = torch.randn(TOKENS, HIDDEN, device=device, dtype=torch.bfloat16)
         self.ids = torch.zeros(TOKENS, TOPK, device=device, dtype=torch.int64)
         local = EXPERTS // buffer.num_ranks
@@ -44,8 +48,6 @@ class Watched:
         self.x.normal_(generator=generator)
 
     def run(self) -> None:
-        from tests.gpu.arrivals_consumer import copy_blocks
-
         pending = nccl_ep.dispatch_send(
             self.x, self.ids, **self.options, num_sms=16, arrivals=self.arrivals, async_finish=True
         )
@@ -53,15 +55,22 @@ class Watched:
         self.seen = torch.zeros_like(out.x)
         self.experts = torch.full((out.weights.numel(),), -1, dtype=torch.int32, device=self.x.device)
         words = HIDDEN * out.x.element_size() // 4
-        copy_blocks[(48,)](
-            out.x.view(torch.int32), self.seen.view(torch.int32), self.experts, self.arrivals.state,
-            self.arrivals.blocks, self.blocks, words, TIMEOUT_NS, WIDTH=256,
-        )  # fmt: skip
+        given = out.x.view(torch.int32), self.seen.view(torch.int32), self.experts
+        if self.in_cuda is not None:
+            self.in_cuda(*given, self.arrivals, self.blocks, words, TIMEOUT_NS)
+        else:
+            from tests.gpu.arrivals_consumer import copy_blocks
+
+            copy_blocks[(48,)](
+                *given, self.arrivals.state, self.arrivals.blocks, self.blocks, words, TIMEOUT_NS, WIDTH=256
+            )
         pending.receive()
 
     def check(self, where: str) -> None:
         self.buffer.check()
         assert not self.arrivals.has_failed(), where
+        if self.in_cuda is not None:
+            self.in_cuda.check(self.arrivals, self.blocks, where)
         plain = nccl_ep.dispatch(self.x, self.ids, **self.options)
         out, width = self.out, self.seen.shape[-1]
         assert torch.equal(out.counts, plain.counts), where
@@ -108,12 +117,12 @@ def make_buffer(group: Any, device: torch.device, timeout: float) -> nccl_ep.Buf
     )  # fmt: skip
 
 
-def watch(group: Any, device: torch.device, replays: int) -> None:
+def watch(group: Any, device: torch.device, replays: int, in_cuda: CudaConsumer | None = None) -> None:
     """Calls, and replays of a captured one, of both modes."""
     with make_buffer(group, device, 20.0) as buffer:
         for mode in ("ht", "ll"):
             for layout, quant in (("packed", None), ("expert_major", None), ("packed", "fp8")):
-                watched = Watched(buffer, mode, layout, quant)
+                watched = Watched(buffer, mode, layout, quant, in_cuda)
                 for turn in range(3):
                     watched.draw(turn)
                     watched.run()
@@ -129,10 +138,11 @@ def watch(group: Any, device: torch.device, replays: int) -> None:
                         watched.check(f"{mode} {layout} {quant} replay {turn}")
 
 
-def outlive(rank: int, mode: Any, layout: Any) -> None:
+def outlive(rank: int, mode: Any, layout: Any, library: Path | None = None) -> None:
     """Rank 1 stays away from a dispatch: the consumer of rank 0 ends in an error, and has copied nothing of it."""
     with make_buffer(rendezvous_of(dist.group.WORLD), on_gpu(rank), 2.0) as buffer:
-        watched = Watched(buffer, mode, layout, None)
+        in_cuda = None if library is None else CudaConsumer(library)
+        watched = Watched(buffer, mode, layout, None, in_cuda)
         watched.run()
         watched.check("all ranks")
         dist.barrier()
