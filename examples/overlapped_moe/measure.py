@@ -5,9 +5,11 @@ behind the other.
         --others flashinfer,deepep_v1,nccl_ep_nvidia,flashinfer_fused,liger_fused --trace time_line
 
 Checks that both ways give the same bits, and that they are close to torch's. Milliseconds: the median over repetitions
-of the slowest rank's. --others adds the layer over the calls of other libraries and by fused kernels (others.py), and
-one table has all of it. --trace writes time lines of a forward and a backward pass: for Perfetto, and as a picture
-(time_line.py). A variant is "plain", or some of these with "+" between them:
+of the slowest rank's. --graphs measures the forward passes as replays of CUDA graphs, too: a call from Python has to
+launch the GEMM behind the dispatch, and what the host takes for that no overlap hides. --others adds the layer over the
+calls of other libraries and by fused kernels (others.py), and one table has all of it. --trace writes time lines of a
+forward and a backward pass: for Perfetto, and as a picture (time_line.py). A variant is "plain", or some of these with
+"+" between them:
 
     sorts, signals   as MoeLayer has them
     group            four blocks share the columns of the weights that are read
@@ -22,6 +24,7 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,7 +39,7 @@ from examples.overlapped_moe.experts import Experts
 from examples.overlapped_moe.inputs import Inputs, Shape
 from examples.overlapped_moe.layer import MoeLayer
 from examples.overlapped_moe.measure_backward import BackwardPass, gradients_by_torch
-from examples.overlapped_moe.timing import timed
+from examples.overlapped_moe.timing import captured, timed
 from nccl_ep.triton import rows_of, wait_rows
 
 TIMEOUT_NS = 10_000_000_000
@@ -188,9 +191,26 @@ class Point:
             x, ids, weights, gradient = self.sent()
             wanted = gradients_by_torch(self.layer, x, ids, weights, gradient, self.torch_gemms)
             found |= BackwardPass(self.layer, x, ids, weights, gradient).measure(wanted, repetitions)
+        if self.args.graphs:
+            found |= self.measure_graphs(one_behind, out)
         if self.args.trace:
             self.trace(variant)
         return found
+
+    def measure_graphs(self, one_behind: torch.Tensor, out: nccl_ep.DispatchOutput) -> dict[str, Any]:
+        calls: dict[str, Callable[[], torch.Tensor | None]] = {
+            "overlapped": lambda: self.run(True), "one_behind": lambda: self.run(False),
+            "communication": self.communicate, "gemms": lambda: self.multiply(out),
+        }  # fmt: skip
+        found: dict[str, Any] = {"graph_same_bits": True}
+        for name, call in calls.items():
+            graph, made = captured(call)
+            found[f"{name}_graph_ms"] = timed(graph.replay, self.args.repetitions)
+            if made is not None:
+                found["graph_same_bits"] = found["graph_same_bits"] and torch.equal(made, one_behind)
+        longer = max(found["communication_graph_ms"], found["gemms_graph_ms"])
+        found["graph_of_one_behind"] = found["overlapped_graph_ms"] / found["one_behind_graph_ms"]
+        return found | {"graph_of_longer": found["overlapped_graph_ms"] / longer}
 
     def trace(self, variant: str) -> None:
         """A call of either way, and its backward pass. Every rank calls, and rank 0 writes: the traces, a picture, and
@@ -227,11 +247,15 @@ class Point:
     def measure_torch(self) -> dict[str, float]:
         out, repetitions = self.dispatch(0), self.args.repetitions
         layer = by_torch.layer(self.inputs, self.experts, self.args.experts)
-        return {
+        found = {
             "torch_gemms_ms": timed(lambda: self.torch_gemms(out, self.experts), repetitions),
             "one_behind_by_torch_ms": timed(self.one_behind_by_torch, repetitions),
             "torch_layer_ms": timed(layer, repetitions),
         }
+        if self.args.graphs:
+            graph, _ = captured(self.one_behind_by_torch)
+            found["one_behind_by_torch_graph_ms"] = timed(graph.replay, repetitions)
+        return found
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -243,6 +267,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="mode:H:tokens of a rank, then rows of a block (128) and SMs of a dispatch beside a GEMM (16)",
     )  # fmt: skip
     add("--variants", default="plain", help="of each point, separated by commas")
+    add("--graphs", action="store_true", help="times of replays of CUDA graphs, too")
     add("--trace", help="files of time lines begin so")
     add("--inner", type=int, default=2048)
     add("--topk", type=int, default=8)
@@ -273,7 +298,7 @@ def measure_points(args: argparse.Namespace) -> tuple[list[dict[str, Any]], bool
             found = point.measure(variant) | torchs
             right = right and found["same_bits"] and not found["failed"]
             right = right and found["relative_error_to_torch"] < found["most_error"]
-            right = right and found.get("backward_same_bits", True)
+            right = right and found.get("backward_same_bits", True) and found.get("graph_same_bits", True)
             right = right and found.get("backward_relative_error_to_torch", 0.0) < found["most_error"]
             results.append(found)
             if dist.get_rank() == 0:

@@ -17,6 +17,8 @@ FUSED = {
     "liger_fused": "liger-cute-kernels {}, one kernel, BF16",
     "deep_gemm_fused": "sgl-deep-gemm {} `fp8_mega_moe`, FP8",
 }
+BY_TORCH = ("torch_gemms", "one_behind_by_torch", "torch_layer")
+GRAPH = ", in a CUDA graph"
 _SORTED = ("rank_major", "flat")
 Found = dict[str, Any]
 Point = tuple[str, int, int]
@@ -36,6 +38,11 @@ def is_fp8(name: str) -> bool:
     return "fp8" in name.lower()
 
 
+def kind_of(name: str) -> tuple[bool, bool]:
+    """Figures that are held against one another are of one kind."""
+    return is_fp8(name), name.endswith(GRAPH)
+
+
 def own_rows(points: list[Found]) -> dict[str, Values]:
     rows: dict[str, Values] = {}
     for each in points:
@@ -47,8 +54,9 @@ def own_rows(points: list[Found]) -> dict[str, Values]:
             ("nccl_ep, one step behind the other, torch's GEMM", "one_behind_by_torch_ms"),
             ("torch `all_to_all_single`, torch's GEMM", "torch_layer_ms"),
         ):
-            if key in each:
-                rows.setdefault(name, {})[point] = each[key], ""
+            for title, here in ((name, key), (name + GRAPH, key.replace("_ms", "_graph_ms"))):
+                if here in each:
+                    rows.setdefault(title, {})[point] = each[here], ""
     return rows
 
 
@@ -75,14 +83,14 @@ def named(other: Found) -> str:
 
 
 def lines(results: Found) -> list[str]:
-    """In Markdown; ms. The least of a column is bold, of FP8 by itself."""
+    """In Markdown; ms. The least of a column is bold, of FP8 and of CUDA graphs by themselves."""
     others = results.get("others", [])
     rows = own_rows(results["points"]) | other_rows(others)
     points = list(dict.fromkeys(point for values in rows.values() for point in values))
-    least: dict[tuple[Point, bool], float] = {}
+    least: dict[tuple[Point, tuple[bool, bool]], float] = {}
     for name, values in rows.items():
         for point, (ms, _) in values.items():
-            least[point, is_fp8(name)] = min(ms, least.get((point, is_fp8(name)), ms))
+            least[point, kind_of(name)] = min(ms, least.get((point, kind_of(name)), ms))
     made = ["| ms | " + " | ".join(map(title_of, points)) + " |", "|---|" + "---|" * len(points)]
     for name, values in rows.items():
         cells = []
@@ -91,7 +99,7 @@ def lines(results: Found) -> list[str]:
                 cells.append("")
                 continue
             ms, behind = values[point]
-            cells.append((f"**{ms:.2f}**" if ms == least[point, is_fp8(name)] else f"{ms:.2f}") + behind)
+            cells.append((f"**{ms:.2f}**" if ms == least[point, kind_of(name)] else f"{ms:.2f}") + behind)
         made.append(("| " + " | ".join([name, *cells]) + " |").replace("|  ", "| "))
     reasons: dict[str, list[str]] = {}
     for each in others:
@@ -120,16 +128,25 @@ def records_of(results: Found, revision: str, date: str) -> Iterator[records.Rec
     """As docs/benchmarks.md has them, in microseconds. A note tells the variant, or the GEMM of another library."""
     whole = {"bench": "overlapped_moe", "figure": "event", "routing": None, "seed": None, "device": results["gpu"]}
     whole |= {"revision": revision, "date": date} | {each: results[each] for each in ("ranks", "topk", "experts")}
+    by_torch: set[tuple[Point, str]] = set()
     for each in results["points"]:
         common = whole | {name: each[name] for name in ("mode", "tokens", "hidden", "num_sms")} | {
             "api": "native", "dtype": "fp8" if is_fp8(each["variant"]) else "bf16", "alignment": each["rows_per_block"],
             "layout": "packed" if each["mode"] == "ht" else "expert_major",
         } | ({} if each["variant"] == "plain" else {"note": each["variant"]})  # fmt: skip
         for key, ms in each.items():
-            if key.endswith("_ms"):
-                op = key.removesuffix("_ms")
-                system = "torch" if op.startswith("torch_") else "nccl_ep"
-                yield records.make(common, system=system, op=op, value=round(ms * 1e3, 1))
+            if not key.endswith("_ms"):
+                continue
+            op, figure, of_all = key.removesuffix("_ms"), "event", common
+            if op.endswith("_graph"):
+                op, figure = op.removesuffix("_graph"), "graph"
+            if op in BY_TORCH:  # in BF16, and the same for all variants
+                if (point_of(each), key) in by_torch:
+                    continue
+                by_torch.add((point_of(each), key))
+                of_all = {name: value for name, value in common.items() if name != "note"} | {"dtype": "bf16"}
+            system = "torch" if op.startswith("torch_") else "nccl_ep"
+            yield records.make(of_all, system=system, op=op, figure=figure, value=round(ms * 1e3, 1))
     for each in results["others"]:
         if "mode" not in each:  # not one point of it was begun
             continue

@@ -76,7 +76,7 @@ def points() -> list[dict[str, Any]]:
     common = {"mode": "ht", "hidden": 7168, "tokens": 4096, "one_behind_by_torch_ms": 7.9, "torch_layer_ms": 13.0}
     return [
         common | {"variant": "plain", "overlapped_ms": 8.912, "one_behind_ms": 8.6},
-        common | {"variant": "sorts+tma", "overlapped_ms": 8.0, "one_behind_ms": 8.5},
+        common | {"variant": "sorts+tma", "overlapped_ms": 8.0, "one_behind_ms": 8.5, "overlapped_graph_ms": 7.5},
         {"mode": "ll", "hidden": 7168, "tokens": 128, "variant": "plain", "overlapped_ms": 3.4, "one_behind_ms": 3.3},
     ]
 
@@ -107,6 +107,7 @@ def test_one_table_has_all_of_it() -> None:
         "| nccl_ep, one step behind the other, torch's GEMM | 7.90 | |",
         "| torch `all_to_all_single`, torch's GEMM | 13.00 | |",
         "| nccl_ep, overlapped, sorts+tma | 8.00 | |",
+        "| nccl_ep, overlapped, sorts+tma, in a CUDA graph | **7.50** | |",
         "| nccl_ep, one step behind the other, sorts+tma | 8.50 | |",
         "| FlashInfer 1.2 `MoeAlltoAll`, rank-major rows, sorted by the caller | 9.10 (triton+tma) | |",
         "| DeepEP V1, 1.2, expert-major rows | | **3.25** (triton) |",
@@ -121,6 +122,7 @@ def test_one_table_has_all_of_it() -> None:
 
 def test_records_have_each_figure_and_what_has_none() -> None:
     own = [each | {"num_sms": 16, "rows_per_block": 128} for each in points()]
+    own.append(own[1] | {"variant": "fp8", "overlapped_ms": 12.0})
     results = {
         "gpu": "NVIDIA H200", "ranks": 2, "topk": 8, "experts": 256, "points": own,
         "others": [
@@ -130,22 +132,25 @@ def test_records_have_each_figure_and_what_has_none() -> None:
     }  # fmt: skip
     made = list(table.records_of(results, "abc", "2026-11-29"))
     shown = [(r["system"], r["op"], r["mode"], r["value"], r["dtype"], r["layout"], r.get("note")) for r in made]
+    assert [(r["op"], r["value"]) for r in made if r["figure"] == "graph"] == [("overlapped", 7500)] * 2
     assert shown == [
         ("nccl_ep", "one_behind_by_torch", "ht", 7900, "bf16", "packed", None),
         ("torch", "torch_layer", "ht", 13000, "bf16", "packed", None),
         ("nccl_ep", "overlapped", "ht", 8912, "bf16", "packed", None),
         ("nccl_ep", "one_behind", "ht", 8600, "bf16", "packed", None),
-        ("nccl_ep", "one_behind_by_torch", "ht", 7900, "bf16", "packed", "sorts+tma"),
-        ("torch", "torch_layer", "ht", 13000, "bf16", "packed", "sorts+tma"),
         ("nccl_ep", "overlapped", "ht", 8000, "bf16", "packed", "sorts+tma"),
         ("nccl_ep", "one_behind", "ht", 8500, "bf16", "packed", "sorts+tma"),
+        ("nccl_ep", "overlapped", "ht", 7500, "bf16", "packed", "sorts+tma"),
         ("nccl_ep", "overlapped", "ll", 3400, "bf16", "expert_major", None),
         ("nccl_ep", "one_behind", "ll", 3300, "bf16", "expert_major", None),
+        ("nccl_ep", "overlapped", "ht", 12000, "fp8", "packed", "fp8"),
+        ("nccl_ep", "one_behind", "ht", 8500, "fp8", "packed", "fp8"),
+        ("nccl_ep", "overlapped", "ht", 7500, "fp8", "packed", "fp8"),
         ("flashinfer", "layer", "ht", 9500, "bf16", "rank_major", "torch"),
         ("deep_gemm_fused", "layer", "ht", 5500, "fp8", "fused", "its own"),
         (LIBRARY, "layer", "ht", None, "bf16", "rank_major", "torch"),
     ]
-    assert made[-1]["skipped"] == "it differs" and made[10]["version"] == "1.2" and made[0]["alignment"] == 128
+    assert made[-1]["skipped"] == "it differs" and made[12]["version"] == "1.2" and made[0]["alignment"] == 128
 
 
 def test_files_of_several_calls_make_one_table() -> None:
@@ -171,7 +176,7 @@ def test_options(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         "--others", "flashinfer,nccl_ep_nvidia,flashinfer_fused", "--preload", f"nccl_ep_nvidia={file}",
         "--points", "ht:7168:4096,ll:7168:128:256:24", "--variants", "plain,sorts+group+tma,tma+fp8",
     ])  # fmt: skip
-    assert args.others == ["flashinfer", "nccl_ep_nvidia", "flashinfer_fused"]
+    assert args.others == ["flashinfer", "nccl_ep_nvidia", "flashinfer_fused"] and not args.graphs
     assert args.preload == {"nccl_ep_nvidia": str(file)}
     twice = ["--others", "liger_fused", "--preload", f"liger_fused={file}", "--preload", f"liger_fused={file}"]
     assert measure.parse(twice).preload == {"liger_fused": f"{file}:{file}"}
