@@ -46,7 +46,7 @@ def _add(acc, a_tile, b_tile, a_scale, w_scales, FP8: tl.constexpr):
 @triton.jit
 def grouped_gemm_kernel(
     a, w, out, a_scales, w_scales, out_scales, gates, row_weights, weighted, dots, state, tickets, signals, blocks,
-    blocks_here, timeout_ns, K, N, w_expert, w_row, w_inner, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    blocks_here, timeout_ns: tl.constexpr, K, N, w_expert, w_row, w_inner, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, FP8: tl.constexpr, TMA: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
