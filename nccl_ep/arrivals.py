@@ -99,6 +99,7 @@ class Arrivals:
         self.failed = self.state[_FAILED : _FAILED + 1]
         self.words, self.rows, self.first, self.experts = (tables[each] for each in (_WORDS, _ROWS, _FIRST, _EXPERTS))
         self.order = self.state[order_at:].view(torch.int64)
+        self._told = 0  # of ``failed``
 
     @staticmethod
     def blocks_of(layout: LayoutName, capacity: int, num_local_experts: int, rows_per_block: int) -> int:
@@ -126,6 +127,17 @@ class Arrivals:
     def has_failed(self) -> bool:
         """Whether the present dispatch, or a consumer of it, has given up. The host waits for the current stream."""
         return bool((self.failed == self.expected).item())
+
+    def check(self) -> None:
+        """Raises TimeoutError where a dispatch, or a consumer of its rows, has given up since the last call.
+
+        A consumer on a GPU that gives up by itself leaves its work undone, and fails no operation. The host waits for
+        the current stream.
+        """
+        failed = int(self.failed.item())
+        if failed != self._told:
+            self._told = failed
+            raise TimeoutError(f"dispatch {failed} with these arrivals, or a consumer of its rows, has given up")
 
     def await_blocks(
         self, timeout: float = 60.0, *, blocks: int | None = None, expected: int | None = None

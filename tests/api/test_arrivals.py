@@ -283,5 +283,25 @@ def test_a_dead_rank_ends_the_wait_of_a_consumer(mode: str) -> None:
                 buffer.check()  # on GPUs the call has returned
             assert isinstance(consumer.error, nccl_ep.TimeoutError)
             assert arrivals.has_failed()
+            with pytest.raises(nccl_ep.TimeoutError, match="dispatch 1 with these arrivals"):
+                arrivals.check()
+            arrivals.check()
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("mode", ["ll", "ht"])
+def test_a_consumer_that_has_given_up_is_told_after_later_dispatches(
+    alone: tuple[Expected, nccl_ep.Buffer], mode: str
+) -> None:
+    case, buffer = alone
+    arrivals = Arrivals(buffer, blocks=4, rows_per_block=4)
+    for turn in range(4):
+        case.send(buffer, mode=mode, arrivals=arrivals)
+        if turn == 1:
+            arrivals.failed.copy_(arrivals.expected)  # as wait_rows does on a GPU
+    assert not arrivals.has_failed()
+    buffer.check()
+    with pytest.raises(nccl_ep.TimeoutError, match=r"dispatch 2 .*, or a consumer of its rows, has given up"):
+        arrivals.check()
+    arrivals.check()

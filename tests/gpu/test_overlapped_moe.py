@@ -66,7 +66,7 @@ class Given:
 
     def check(self) -> None:
         self.buffer.check()
-        assert not self.layer.arrivals.has_failed()
+        self.layer.arrivals.check()
 
 
 def compare(group: Any, device: torch.device, way: str, replays: int) -> None:
