@@ -5,7 +5,7 @@ gradients are made beside the combine that takes the tokens' home.
 On GPUs the GEMMs are those of on_gpu.py. On CPU ranks a thread of the host takes the blocks in the order in which they
 arrive (on_host.py): the same contract, without a GPU.
 
-    torchrun --nproc-per-node 2 examples/overlapped_moe/measure.py
+    torchrun --nproc-per-node 2 -m examples.overlapped_moe.measure
 """
 
 from __future__ import annotations

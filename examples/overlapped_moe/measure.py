@@ -1,7 +1,7 @@
 """Times of a layer whose experts begin while rows come, forward and backward, beside its parts and the same kernels one
 behind the other.
 
-    torchrun --nproc-per-node 2 examples/overlapped_moe/measure.py --json layer.json --variants plain,sorts+group+tma \\
+    torchrun --nproc-per-node 2 -m examples.overlapped_moe.measure --json layer.json --variants plain,sorts+group+tma \\
         --others flashinfer,deepep_v1,nccl_ep_nvidia,flashinfer_fused,liger_fused --trace time_line
 
 Checks that both ways give the same bits, and that they are close to torch's. Milliseconds: the median over repetitions
