@@ -55,7 +55,8 @@ DType load_wire(PyObject* object, at::ScalarType out_dtype) {
 // What `weights` says of the rows of a layout. A tensor is loaded by others.
 Weighting load_weighting(PyObject* object, OutputLayout layout) {
   if (object == Py_None) return Weighting::kNone;
-  if (is_text(object, "dispatch")) return weighting_by_dispatch(layout);
+  static PyObject* const by_dispatch = PyUnicode_InternFromString("dispatch");  // as constants of Python are
+  if (object == by_dispatch || is_text(object, "dispatch")) return weighting_by_dispatch(layout);
   if (THPVariable_Check(object)) return Weighting::kHome;
   constexpr const char* kMust = ", must be \"dispatch\", a tensor [T, K] or None";
   TORCH_CHECK_TYPE(PyUnicode_Check(object), "weights is a ", Py_TYPE(object)->tp_name, kMust);
@@ -125,7 +126,7 @@ class Combine {
     TORCH_CHECK_TYPE(THPVariable_Check(field(kSeq)), "handle.seq is a ", Py_TYPE(field(kSeq))->tp_name,
                      ", must be the tensor of a buffer");
     const Tensor& seq = THPVariable_Unpack(field(kSeq));
-    is_ht_ = is_text(field(kMode), "ht");
+    is_ht_ = load_name<kModeNames>("handle.mode", field(kMode)) == static_cast<int>(Mode::kHt);
     if (!THPVariable_Check(given_[kRows])) check_named("require_tensors", "rows", given_[kRows]);
     is_plain_ = seq_.load(field(kSeq), seq);
     const RoutingNumbers routing = this->routing();

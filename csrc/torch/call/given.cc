@@ -51,8 +51,11 @@ int64_t load_integer_slowly(const char* name, PyObject* object) {
 }
 
 RoutingNumbers load_routing(PyObject* const* given) {
-  std::array<int64_t, RoutingNumbers::kTable.size()> numbers;
-  for (size_t i = 0; i < numbers.size(); i++) numbers[i] = load_number(RoutingNumbers::kTable[i], given[i]);
+  constexpr auto kTable = RoutingNumbers::kTable;
+  const auto numbers = [&]<size_t... kIndex>(std::index_sequence<kIndex...>) {
+    return std::array{load_number(kTable[kIndex], given[kIndex])...};
+  }
+  (std::make_index_sequence<kTable.size()>{});
   return RoutingNumbers::unpack(numbers.data());
 }
 

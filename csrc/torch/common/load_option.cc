@@ -44,7 +44,7 @@ int64_t load_integer(const Option& option, PyObject* given) {
 int64_t load_float(const Option& option, PyObject* given) {
   const bool is_number = PyFloat_Check(given) || PyLong_Check(given);
   if (!is_number && THPVariable_Check(given)) refuse_kind(option, given, "a number");
-  const double value = PyFloat_AsDouble(given);
+  const double value = PyLong_CheckExact(given) ? PyLong_AsDouble(given) : PyFloat_AsDouble(given);
   if (value == -1.0 && PyErr_Occurred() != nullptr) refuse_kind(option, given, "a number");
   return to_number(static_cast<float>(value));
 }

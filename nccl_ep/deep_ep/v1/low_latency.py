@@ -210,18 +210,18 @@ class LowLatencyMethods(LowLatencyMemory):
 
         Source: DeepEP's method of that name; its branches for ``overlap`` and what follows.
         """
-        signals: tuple[Any, ...] = (None, 0, 0, 0)
+        row_signals, rows_per_signal, signal_threshold, send_sms = None, 0, 0, 0
         if overlap is not False:
             require_bools(overlap=overlap)
             if overlap:
-                signals = self._signals_of(
+                row_signals, rows_per_signal, signal_threshold, send_sms = self._signals_of(
                     x, return_recv_hook, use_logfmt, packed_recv_count, comp_signal, block_m, threshold, num_sms,
                     src_signals, src_signal_expect_value,
                 )  # fmt: skip
         try:
             combined, event, receive = _combine(
                 self, x, topk_idx, topk_weights, handle, use_logfmt, zero_copy, async_finish, return_recv_hook, out,
-                combine_wait_recv_cost_stats, *signals,
+                combine_wait_recv_cost_stats, row_signals, rows_per_signal, signal_threshold, send_sms,
             )  # fmt: skip
         except RuntimeError as error:
             raise error_of(self, error) from error
