@@ -1,7 +1,7 @@
 """Host times of two trees: python -m bench.host_in_turns [--seconds 240] RECORDS.json OLD NEW -- --tokens 1
 
-OLD, NEW: folders of built trees. Both run measure_host with what follows ``--``, on one core and one GPU, a quarter of
-a second each in turn: what a host's clock does meets both. The least of many rounds leaves out those that were stopped.
+OLD, NEW: folders of built trees. Both run measure_host with what follows ``--``, on one core and one GPU, 20 ms
+each in turn: what a host's clock does meets both. The least of many rounds leaves out those that were stopped.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-TURN = 0.25  # seconds
+TURN = 0.02  # seconds
 
 
-def start(tree: Path, records: Path, arguments: list[str], core: int) -> subprocess.Popen[bytes]:
+def start(tree: Path, revision: str | None, records: Path, arguments: list[str], core: int) -> subprocess.Popen[bytes]:
     package = "bench" if (tree / "bench/measure_host.py").exists() else "benchmarks"  # which it was called
+    named = {} if revision is None else {"NCCL_EP_REVISION": revision}
     return subprocess.Popen(
         ["taskset", "--cpu-list", str(core), sys.executable, "-m", f"{package}.measure_host", str(records), *arguments],
-        cwd=tree, env=os.environ | {"PYTHONPATH": str(tree)}, stdout=subprocess.DEVNULL,
+        cwd=tree, env=os.environ | {"PYTHONPATH": str(tree)} | named, stdout=subprocess.DEVNULL,
     )  # fmt: skip
 
 
@@ -49,11 +50,13 @@ def take_turns(processes: list[subprocess.Popen[bytes]], seconds: float) -> None
             each.kill()
 
 
-def measure(trees: list[Path], arguments: list[str], seconds: float, core: int) -> list[list[dict[str, Any]]]:
-    """The records of each tree."""
+def measure(
+    trees: list[tuple[Path, str | None]], arguments: list[str], seconds: float, core: int
+) -> list[list[dict[str, Any]]]:
+    """The records of each tree, of which each has a revision; None: its own."""
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / f"{number}.json" for number in range(len(trees))]
-        take_turns([start(*each, arguments, core) for each in zip(trees, files, strict=True)], seconds)
+        take_turns([start(*each, file, arguments, core) for each, file in zip(trees, files, strict=True)], seconds)
         return [json.loads(each.read_text()) for each in files]
 
 
@@ -77,9 +80,11 @@ def main() -> None:
     parser.add_argument("trees", type=Path, nargs=2, metavar="TREE", help="the old one, the new one")
     parser.add_argument("--seconds", type=float, default=240, help="deadline")
     parser.add_argument("--core", type=int, default=max(os.sched_getaffinity(0)))
+    parser.add_argument("--revisions", nargs=2, default=(None, None), help="of trees that are no clones")
     parser.add_argument("arguments", nargs="*", help="of measure_host, behind --")
     chosen = parser.parse_args()
-    old, new = measure([each.resolve() for each in chosen.trees], chosen.arguments, chosen.seconds, chosen.core)
+    trees = [(tree.resolve(), revision) for tree, revision in zip(chosen.trees, chosen.revisions, strict=True)]
+    old, new = measure(trees, chosen.arguments, chosen.seconds, chosen.core)
     print("\n".join(table(old, new)))
     chosen.records.write_text("[\n" + ",\n".join(json.dumps(each) for each in old + new) + "\n]\n")
 

@@ -12,7 +12,7 @@
 
 namespace ep {
 
-enum class Encoding : int { kFloat, kKeyed, kFp8, kFp4 };
+enum class Encoding : int { kFloat, kKeyed, kFp8, kMxFp8, kFp4 };
 
 template <int kSteps, int kSides>
 struct Piece {
@@ -38,15 +38,16 @@ __device__ __forceinline__ uint4 operator^(uint4 v, uint32_t key) {
 // Raw input of a piece: twice or four times as many vectors for rows that will be quantised.
 template <Encoding kEncoding, int kSteps>
 struct Raw {
-  static constexpr int kPerVector = kEncoding == Encoding::kFp8 ? 2 : kEncoding == Encoding::kFp4 ? 4 : 1;
+  static constexpr bool kIsFp8 = kEncoding == Encoding::kFp8 || kEncoding == Encoding::kMxFp8;
+  static constexpr int kPerVector = kIsFp8 ? 2 : kEncoding == Encoding::kFp4 ? 4 : 1;
   uint4 vector[kSteps * kPerVector];
 };
 
 // Two steps, of which a lane holds sixteen numbers each: the largest magnitudes of its groups there, in the halves of a
-// word. Eight lanes hold a group of 128, two one of 32; a magnitude of 16 bits stays one, so that both steps share the
-// shuffles.
+// word. `lanes` hold a group: eight one of 128, two one of 32. A magnitude of 16 bits stays one, so that both steps
+// share the shuffles.
 template <DType kType>
-__device__ __forceinline__ uint32_t group_maxima(const uint4 (&raw)[4], bool is_mx) {
+__device__ __forceinline__ uint32_t group_maxima(const uint4 (&raw)[4], int lanes) {
   uint32_t most[2];
 #pragma unroll
   for (int j = 0; j < 2; j++) {
@@ -56,11 +57,9 @@ __device__ __forceinline__ uint32_t group_maxima(const uint4 (&raw)[4], bool is_
     most[j] = max_magnitudes<kType>(first, last);
   }
   uint32_t both = max_magnitudes<kType>(__byte_perm(most[0], most[1], 0x5410), __byte_perm(most[0], most[1], 0x7632));
-  both = max_magnitudes<kType>(both, __shfl_xor_sync(~0u, both, 1));
-  if (is_mx) return both;
 #pragma unroll
-  for (int offset = 2; offset < 8; offset *= 2) {
-    both = max_magnitudes<kType>(both, __shfl_xor_sync(~0u, both, offset));
+  for (int offset = 1; offset < 8; offset *= 2) {
+    if (offset < lanes) both = max_magnitudes<kType>(both, __shfl_xor_sync(~0u, both, offset));
   }
   return both;
 }
@@ -99,43 +98,48 @@ __device__ __forceinline__ uint4 scaled(uint4 lo, uint4 hi, float factor) {
   return make_uint4(packed[0], packed[1], packed[2], packed[3]);
 }
 
-// Lanes past the row hold zeros.
+// The numbers times their factors, and the words of the scales to the lanes that hold side words.
 template <DType kType>
-__device__ __forceinline__ void quantize(Quant quant, const Raw<Encoding::kFp8, 2>& raw,
-                                         PieceOf<Encoding::kFp8, 2>& piece, int lane) {
-  const bool is_mx = is_mxfp8(quant);
-  const float2 maxima = unpack2<kType>(group_maxima<kType>(raw.vector, is_mx));
-  float factor[2];  // each lane all: what is shuffled comes later
-  uint32_t scale[2];
-  if (is_mx) {
-    mx_block_scale(maxima.x, scale[0], factor[0]);
-    mx_block_scale(maxima.y, scale[1], factor[1]);
+__device__ __forceinline__ void set_piece(const uint4 (&raw)[4], const float (&factor)[2], const uint32_t (&scale)[2],
+                                          Piece<2, 2>& piece, int lane) {
 #pragma unroll
-    for (uint32_t& byte : scale) {  // to the word of eight lanes
-      byte <<= lane / 2 % 4 * 8;
-      byte |= __shfl_xor_sync(~0u, byte, 2);
-      byte |= __shfl_xor_sync(~0u, byte, 4);
-    }
-  } else {
-    float scales[2];
-    group_scale(quant, maxima.x, scales[0], factor[0]);
-    group_scale(quant, maxima.y, scales[1], factor[1]);
-    scale[0] = __float_as_uint(scales[0]);
-    scale[1] = __float_as_uint(scales[1]);
-  }
-#pragma unroll
-  for (int j = 0; j < 2; j++) {
-    piece.vector[j] = escaped(scaled<kType>(raw.vector[2 * j], raw.vector[2 * j + 1], factor[j]));
-  }
+  for (int j = 0; j < 2; j++) piece.vector[j] = escaped(scaled<kType>(raw[2 * j], raw[2 * j + 1], factor[j]));
   const int step = lane & 1;
   const uint32_t bits = step == 0 ? scale[0] : scale[1];
   piece.side = make_uint4(__shfl_sync(~0u, bits, step), __shfl_sync(~0u, bits, step + 8),
                           __shfl_sync(~0u, bits, step + 16), __shfl_sync(~0u, bits, step + 24));
 }
 
-// Scales of groups past the row are zeros; UE8M0 packs the exponents of a step into one word.
+// Lanes past the row hold zeros.
+template <DType kType>
+__device__ __forceinline__ void quantize(Quant quant, const Raw<Encoding::kFp8, 2>& raw,
+                                         PieceOf<Encoding::kFp8, 2>& piece, int lane) {
+  const float2 maxima = unpack2<kType>(group_maxima<kType>(raw.vector, 8));
+  float scale[2], factor[2];  // each lane all: what is shuffled comes later
+  group_scale(quant, maxima.x, scale[0], factor[0]);
+  group_scale(quant, maxima.y, scale[1], factor[1]);
+  set_piece<kType>(raw.vector, factor, {__float_as_uint(scale[0]), __float_as_uint(scale[1])}, piece, lane);
+}
+template <DType kType>
+__device__ __forceinline__ void quantize(const Raw<Encoding::kMxFp8, 2>& raw, PieceOf<Encoding::kMxFp8, 2>& piece,
+                                         int lane) {
+  const float2 maxima = unpack2<kType>(group_maxima<kType>(raw.vector, 2));
+  float factor[2];
+  uint32_t scale[2];
+  mx_block_scale(maxima.x, scale[0], factor[0]);
+  mx_block_scale(maxima.y, scale[1], factor[1]);
+#pragma unroll
+  for (uint32_t& byte : scale) {  // to the word of eight lanes
+    byte <<= lane / 2 % 4 * 8;
+    byte |= __shfl_xor_sync(~0u, byte, 2);
+    byte |= __shfl_xor_sync(~0u, byte, 4);
+  }
+  set_piece<kType>(raw.vector, factor, scale, piece, lane);
+}
+
+// Scales of groups past the row are zeros, those of MXFP8 by themselves; UE8M0 packs the exponents of a step into one
+// word.
 __device__ __forceinline__ uint4 finish_scales(Quant quant, uint4 scales, int step, int hidden) {
-  if (is_mxfp8(quant)) return scales;  // of zeros they are zeros
   const int groups = ceil_div(hidden, kQuantGroup) - 4 * step;
   if (groups < 2) scales.y = 0;
   if (groups < 3) scales.z = 0;

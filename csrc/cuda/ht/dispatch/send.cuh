@@ -72,7 +72,7 @@ struct Conversion {
 
   __device__ __forceinline__ void convert(const Block& raw, int block) const {
     const bool is_mx = is_mxfp8(quant);
-    const float amax = unpack2<kType>(group_maxima<kType>(raw.vector, is_mx) >> own_part).x;
+    const float amax = unpack2<kType>(group_maxima<kType>(raw.vector, is_mx ? 2 : 8) >> own_part).x;
     float scale, factor;
     uint32_t byte = 0;
     if (is_mx) {

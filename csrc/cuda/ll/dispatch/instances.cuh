@@ -24,6 +24,9 @@ void with_encoding(const LlDispatchParams& p, int steps, Body body) {
   constexpr OutputLayout k = kLayout;
   if (is_nvfp4(p.options.quant) && p.dtype == DType::kBF16) return body(Instance<Encoding::kFp4, DType::kBF16, 1, k>{});
   if (is_nvfp4(p.options.quant)) return body(Instance<Encoding::kFp4, DType::kF16, 1, k>{});
+  if (is_mxfp8(p.options.quant) && p.dtype == DType::kBF16)
+    return body(Instance<Encoding::kMxFp8, DType::kBF16, 2, k>{});
+  if (is_mxfp8(p.options.quant)) return body(Instance<Encoding::kMxFp8, DType::kF16, 2, k>{});
   if (p.options.quant != Quant::kNone && p.dtype == DType::kBF16)
     return body(Instance<Encoding::kFp8, DType::kBF16, 2, k>{});
   if (p.options.quant != Quant::kNone) return body(Instance<Encoding::kFp8, DType::kF16, 2, k>{});
@@ -54,7 +57,7 @@ void for_all_instances(Body body) {
   for (int steps : {2, 4}) {
     for (bool is_keyed : {false, true}) {
       for (DType dtype : {DType::kBF16, DType::kF16}) {
-        for (Quant quant : {Quant::kNone, Quant::kFp8, Quant::kNvfp4}) {
+        for (Quant quant : {Quant::kNone, Quant::kFp8, Quant::kMxfp8, Quant::kNvfp4}) {
           for (OutputLayout layout : kLayouts) {
             p.output.layout = layout;
             p.row.is_keyed = is_keyed;

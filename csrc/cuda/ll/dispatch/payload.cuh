@@ -94,6 +94,8 @@ __device__ __forceinline__ void encode(const LlDispatchParams& p, const Raw<kEnc
   if constexpr (kEncoding == Encoding::kFp8) {
     quantize<kType>(p.options.quant, raw, piece, lane);
     piece.side = finish_scales(p.options.quant, piece.side, piece_index * kSteps + lane, p.hidden);
+  } else if constexpr (kEncoding == Encoding::kMxFp8) {
+    quantize<kType>(raw, piece, lane);
   } else if constexpr (kEncoding == Encoding::kFp4) {
     quantize<kType>(p.tensor_scale != nullptr ? __ldg(p.tensor_scale) : 1.0f, raw, piece, lane);
   } else {
@@ -264,6 +266,7 @@ static __device__ __noinline__ void store_swizzled_scales(const LlDispatchParams
 // Stores a piece into any number of rows.
 template <Encoding kEncoding, int kSteps>
 struct RowWriter {
+  static constexpr bool kQuantises = kEncoding != Encoding::kFloat && kEncoding != Encoding::kKeyed;
   uint4* out;  // the lane's first vector of row 0
   int row_vectors, payload_left, vectors_left, side, side_bytes;
   bool has_scales;
@@ -280,8 +283,7 @@ struct RowWriter {
     vectors_left = row.vectors - first;
     side = piece_index * kSidesOf<kEncoding, kSteps> + lane;
     side_bytes = row.side_bytes;
-    has_scales = (kEncoding == Encoding::kFp8 || kEncoding == Encoding::kFp4) && lane < kSidesOf<kEncoding, kSteps> &&
-                 side < row.sides;
+    has_scales = kQuantises && lane < kSidesOf<kEncoding, kSteps> && side < row.sides;
     bin_gap = 0;
     if (p.out_scales.bin_stride != 0) bin_gap = p.out_scales.bin_stride - p.output.capacity * p.out_scales.row_stride;
     scales_out = geometry.out_scales.data;
@@ -316,8 +318,11 @@ struct RowWriter {
       }
     }
     if (!has_scales) return;
-    const Scales& scales = p.out_scales;
-    if (kEncoding == Encoding::kFp4 || is_mxfp8(p.options.quant)) {
+    if constexpr (kEncoding == Encoding::kFp8) {
+      const Scales& scales = p.out_scales;
+      store_step_scales(scales, out_scales.unit, out_row * scales.row_stride + expert * bin_gap, side, piece.side,
+                        side_bytes);
+    } else if constexpr (kQuantises) {
       if (is_swizzled(p.options.quant)) return store_swizzled_scales(p, out_row, expert, side, piece.side);
       const int first = side * kLaneBytes, left = out_scales.row_bytes - first;
       char* at = out_scales.data + row * static_cast<uint32_t>(out_scales.row_bytes) + first;
@@ -326,10 +331,7 @@ struct RowWriter {
       } else {
         store_scale_units(at, piece.side, out_scales.unit, left);
       }
-      return;
     }
-    store_step_scales(scales, out_scales.unit, out_row * scales.row_stride + expert * bin_gap, side, piece.side,
-                      side_bytes);
   }
 };
 
