@@ -18,7 +18,9 @@ from .load import HEADS
 from .table import Report, place_of, read_reports
 
 # A colour is an exchange of tokens, or a kind of work.
-COLOURS = {"nccl_ep": "tab:blue", "all_to_all_single": "tab:orange", "deep_ep": "tab:green"}
+COLOURS = {
+    "nccl_ep": "tab:blue", "nccl_ep_arrivals": "tab:red", "all_to_all_single": "tab:orange", "deep_ep": "tab:green",
+}  # fmt: skip
 NAMES = {"all_to_all_single": "torch's all_to_all_single"} | HEADS
 OVERLAP = "tab:purple"
 KINDS = {

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from examples.moe_lm import pictures
+from examples.moe_lm import pictures, serve, train
 
 SIZES = {"hidden": 64, "layers": 1, "experts": 8, "topk": 2}
 COMMON = {"ranks": 2, "device": "cpu", "sizes": SIZES, "dtype": "torch.float32"}
@@ -35,6 +35,12 @@ def serving(*rates: float) -> dict[str, Any]:
 
 def texts(figure: Any) -> list[str]:
     return [text.get_text() for legend in figure.legends for text in legend.get_texts()]
+
+
+def test_every_exchange_has_a_colour() -> None:
+    assert set(pictures.COLOURS) == {*train.EXCHANGES, *serve.EXCHANGES}
+    reports = [training(exchange, 3) for exchange in train.EXCHANGES]
+    assert len(texts(pictures.pictures(reports)["training_h64"]())) == len(reports) + 1
 
 
 @pytest.mark.parametrize("entries", [1, 3])
