@@ -52,10 +52,10 @@ int64_t load_integer_slowly(const char* name, PyObject* object) {
 
 RoutingNumbers load_routing(PyObject* const* given) {
   constexpr auto kTable = RoutingNumbers::kTable;
-  const auto numbers = [&]<size_t... kIndex>(std::index_sequence<kIndex...>) {
+  const auto load = [&]<size_t... kIndex>(std::index_sequence<kIndex...>) {
     return std::array{load_number(kTable[kIndex], given[kIndex])...};
-  }
-  (std::make_index_sequence<kTable.size()>{});
+  };
+  const auto numbers = load(std::make_index_sequence<kTable.size()>{});
   return RoutingNumbers::unpack(numbers.data());
 }
 
