@@ -7,7 +7,6 @@ each in turn: what a host's clock does meets both. The least of many rounds leav
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import subprocess
@@ -16,6 +15,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from bench.records import Record, load, save
 
 TURN = 0.02  # seconds
 
@@ -52,16 +53,16 @@ def take_turns(processes: list[subprocess.Popen[bytes]], seconds: float) -> None
 
 def measure(
     trees: list[tuple[Path, str | None]], arguments: list[str], seconds: float, core: int
-) -> list[list[dict[str, Any]]]:
+) -> list[list[Record]]:
     """The records of each tree, of which each has a revision; None: its own."""
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / f"{number}.json" for number in range(len(trees))]
         take_turns([start(*each, file, arguments, core) for each, file in zip(trees, files, strict=True)], seconds)
-        return [json.loads(each.read_text()) for each in files]
+        return [load([each]) for each in files]
 
 
-def table(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[str]:
-    def by_call(records: list[dict[str, Any]]) -> dict[tuple[Any, ...], float]:
+def table(old: list[Record], new: list[Record]) -> list[str]:
+    def by_call(records: list[Record]) -> dict[tuple[Any, ...], float]:
         named = ("mode", "default_device", "api", "op")
         return {tuple(each[name] for name in named): each["value"] for each in records if each["figure"] == "host"}
 
@@ -86,7 +87,7 @@ def main() -> None:
     trees = [(tree.resolve(), revision) for tree, revision in zip(chosen.trees, chosen.revisions, strict=True)]
     old, new = measure(trees, chosen.arguments, chosen.seconds, chosen.core)
     print("\n".join(table(old, new)))
-    chosen.records.write_text("[\n" + ",\n".join(json.dumps(each) for each in old + new) + "\n]\n")
+    save(chosen.records, old + new)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import nccl_ep
 from examples.overlapped_moe.experts import Experts
 from examples.overlapped_moe.layer import MoeLayer
+from examples.overlapped_moe.timing import captured
 from nccl_ep.bootstrap import rendezvous_of
 from nccl_ep.testing import ThreadGroup
 from tests.support.gpus import in_processes, needs_gpu, num_replays, on_gpu, ranks_on_gpus
@@ -75,10 +76,8 @@ def compare(group: Any, device: torch.device, way: str, replays: int) -> None:
         for turn in range(3):
             given.draw(turn)
             assert torch.equal(given.run(True), given.run(False)), f"call {turn}"
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            made = given.run(True)
+        graph, made = captured(lambda: given.run(True))
+        assert made is not None
         for turn in range(replays):
             given.draw(turn)
             made.fill_(7)
