@@ -10,14 +10,15 @@ It takes nvcc and g++ 11 or newer, and from PyPI torch, NCCL's headers and the t
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import newer_python
@@ -31,6 +32,7 @@ NCCL = "2.28.9"  # the oldest that is supported: kernels compiled with its heade
 GIN_NCCL = ("2.30.7", "2.31.2")  # csrc/transport/nccl/gin/releases.h
 ARCHITECTURES = ("90a", "100a", "103a", "120a")  # of a release
 PLATFORM = "manylinux_2_28_x86_64"
+SIDE_BY_SIDE = 2  # wheels of one torch: one links, packs and checks while another compiles
 NOT_INSIDE = ("libc10*", "libtorch*", "libcuda.so*")  # torch's, and the driver
 
 
@@ -137,13 +139,12 @@ def build_shared(tools: Path, options: dict[str, str]) -> None:
     run(tools / "cmake", "--build", SHARED, "--target", "all", "ep_api", "ep_cuda")
 
 
-def name_torch(wheel: Path, torch: str, tools: Path) -> Path:
-    """The wheel in dist/ whose version and metadata name the torch that it is for."""
+def name_torch(wheel: Path, torch: str, tools: Path, work: Path) -> Path:
+    """The wheel in dist/ whose version and metadata name the torch that it is for. work: a folder for it."""
     with zipfile.ZipFile(wheel) as archive:
         (info,) = {top for name in archive.namelist() if (top := name.split("/")[0]).endswith(".dist-info")}
-    shutil.rmtree(WORK / "unpacked", ignore_errors=True)
-    run(tools / "wheel", "unpack", "--dest", WORK / "unpacked", wheel)
-    folder = WORK / "unpacked" / info.removesuffix(".dist-info")
+    run(tools / "wheel", "unpack", "--dest", work / "unpacked", wheel)
+    folder = work / "unpacked" / info.removesuffix(".dist-info")
     version = info.removesuffix(".dist-info").split("-")[1]
     local = f"{version}+torch{torch.replace('.', '')}"
     metadata = folder / info / "METADATA"
@@ -153,24 +154,29 @@ def name_torch(wheel: Path, torch: str, tools: Path) -> Path:
     (folder / info).rename(folder / info.replace(version, local))
     (ROOT / "dist").mkdir(exist_ok=True)
     run(tools / "wheel", "pack", "--dest-dir", ROOT / "dist", folder)
-    shutil.rmtree(WORK / "unpacked")
     (found,) = (ROOT / "dist").glob(wheel.name.replace(version, local, 1))
     return found
 
 
-def build(bare: Path, torch: str, tools: Path, options: dict[str, str]) -> Path:
-    """The wheel for the torch of the environment `bare`."""
-    for folder in (WORK / "built", WORK / "repaired"):
-        shutil.rmtree(folder, ignore_errors=True)
+def build(bare: Path, torch: str, tools: Path, options: dict[str, str], work: Path) -> Path:
+    """The wheel for the torch of the environment `bare`. work: an empty folder."""
     arguments = " ".join(as_arguments(options | {"NCCL_EP_PREBUILT": str(SHARED)}))
-    run(bare / "python", "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", WORK / "built", ".",
+    run(bare / "python", "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", work / "built", ".",
         CMAKE_ARGS=arguments)  # fmt: skip
-    (built,) = (WORK / "built").glob("*.whl")
+    (built,) = (work / "built").glob("*.whl")
     excluded = [each for name in NOT_INSIDE for each in ("--exclude", name)]
-    run(tools / "auditwheel", "repair", "--plat", PLATFORM, "--only-plat", *excluded, "--wheel-dir", WORK / "repaired",
+    run(tools / "auditwheel", "repair", "--plat", PLATFORM, "--only-plat", *excluded, "--wheel-dir", work / "repaired",
         built, PATH=f"{tools}:{os.environ['PATH']}")  # fmt: skip
-    (repaired,) = (WORK / "repaired").glob("*.whl")
-    return name_torch(repaired, torch, tools)
+    (repaired,) = (work / "repaired").glob("*.whl")
+    return name_torch(repaired, torch, tools, work)
+
+
+def build_and_check(bare: Path, torch: str, tools: Path, options: dict[str, str], architectures: list[str]) -> str:
+    """What the check says."""
+    with tempfile.TemporaryDirectory(dir=WORK) as work:
+        wheel = build(bare, torch, tools, options, Path(work))
+    return run(bare / "python", "tools/check_wheel.py", wheel, "--torch", torch, "--architectures", *architectures,
+               "--gin", *GIN_NCCL)  # fmt: skip
 
 
 def main() -> None:
@@ -191,12 +197,14 @@ def main() -> None:
     options = options_of_all(pip, chosen.architectures)
     build_shared(tools, options)
     for torch, of_it in itertools.groupby(wheels, key=lambda wheel: wheel[0]):
-        with tempfile.TemporaryDirectory(dir=WORK) as folder:  # torch and CUDA's packages are 5 GB
-            for _, minor, interpreter in of_it:
-                bare = make_bare(tools / "uv", Path(folder), minor, interpreter, torch)
-                wheel = build(bare, torch, tools, options)
-                print(run(bare / "python", "tools/check_wheel.py", wheel, "--torch", torch, "--architectures",
-                          *chosen.architectures, "--gin", *GIN_NCCL), end="")  # fmt: skip
+        # torch and CUDA's packages are 5 GB: they go before the next ones come.
+        with tempfile.TemporaryDirectory(dir=WORK) as folder, ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+            bare = [make_bare(tools / "uv", Path(folder), minor, path, torch) for _, minor, path in of_it]
+            one = functools.partial(
+                build_and_check, torch=torch, tools=tools, options=options, architectures=chosen.architectures
+            )
+            for said in pool.map(one, bare):
+                print(said, end="", flush=True)
 
 
 if __name__ == "__main__":
