@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, get_args
 import torch
 
 from . import _C
-from .bootstrap import Rendezvous, StoreGroup, process_group_of, rendezvous_of
+from .bootstrap import Rendezvous, StoreGroup, meeting_of, process_group_of, rendezvous_of
 from .checks import (
     described,
     error_of,
@@ -37,6 +38,7 @@ from .room import HtSizes, LlSizes, Room, ll_sizes_for_bytes, room_for_shapes
 from .windows import Windows
 
 _MAX_UINT64 = (1 << 64) - 1
+_CLEANING_DEADLINES = 4  # that a rank waits for another, which may be waiting in its last operation
 _NO_SIZES = "no sizes: Buffer.for_shapes takes those of the calls"
 # How names of methods of DeepEP begin that this class has not.
 _DEEP_EP_METHODS = (
@@ -235,11 +237,23 @@ class Buffer:
         self._newest_seq, self._room = self._windows.seqs[-1], self._room._replace(ht=ht_sizes)
         logger.info("%s grew by a window of %d bytes", repr(self), added.stats()["window_bytes"])
 
-    # ---- Ranks that are replaced
+    # ---- Masks of ranks, and ranks that are replaced
+
+    def _clean_masks(self) -> None:
+        """For the masks of other APIs, whose methods say what it does."""
+        meeting: list[Callable[[bytes, float], list[bytes]]] = []
+        with contextlib.ExitStack() as stack:
+
+            def allgather(mine: bytes) -> list[bytes]:  # of several domains alone
+                if not meeting:
+                    meeting.append(stack.enter_context(meeting_of(self._rendezvous)))
+                return meeting[0](mine, _CLEANING_DEADLINES * self._timeout)
+
+            self.runtime.clean_masks(allgather)
 
     @property
     def masked(self) -> list[int]:
-        """The ranks that low latency leaves out, in order; none without ``enable_shrink`` or ``elastic``.
+        """The masked ranks, which low latency leaves out, in order; none without ``enable_shrink`` or ``elastic``.
 
         As ``stats()["masked_ranks"]``. On CUDA it waits for a copy from the device, not for operations in flight.
         """
@@ -273,7 +287,7 @@ class Buffer:
         assert isinstance(self._rendezvous, StoreGroup)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # operations in flight may mask ranks
-        left_out = [other for other in self.masked if other != rank]
+        left_out = [other for other in self.runtime.stats()["left_out_ranks"] if other != rank]
         with self._rendezvous.meet_newcomer(rank, left_out, timeout) as (allgather, seats):
             self.runtime.replace(rank, seats, timeout, lambda mine: allgather(mine, timeout))
         logger.info("%s has a new rank %d", repr(self), rank)
@@ -330,7 +344,8 @@ class Buffer:
         "staged_combines": those of them that needed a copy, because a tensor was not in the arena, which an empty one
         is not (or a row's dtype wider than the wire's); "arena_bytes", "arena_free_bytes".
         "grown": windows that the normal mode of DeepEP has added.
-        "masked_ranks": those that low latency leaves out (``enable_shrink``).
+        "masked_ranks": those that are masked (``enable_shrink``); "left_out_ranks": those that low latency leaves out,
+        which are these and ranks that count as active until the next operation.
         "mode": what the buffer has room for; "backend", "device", "domain_size": how its operations run.
         "ll_network": "rail" or "mesh", by which low latency crosses between domains of GPUs; "" in one domain.
 

@@ -15,6 +15,7 @@ from nccl_ep.room import LlSizes, room_for_shapes
 TOKENS, HIDDEN, TOPK, EXPERTS = 128, 7168, 8, 256
 RANKS = (2, 4, 8, 16, 32, 64)
 _HEADER_BYTES, _BANKS, _KINDS = 64, 2, 2
+_MEETING_WORDS = 7  # and a bit for each rank: MeetingWords of csrc/layout/window.h
 
 
 def _up(bytes_: int, to: int) -> int:
@@ -22,13 +23,14 @@ def _up(bytes_: int, to: int) -> int:
 
 
 def window_bytes(ranks: int, sizes: LlSizes, masks: bool = False) -> int:
-    """Of a buffer for low latency alone, in one domain: ``LlWindow.make`` of csrc/layout/ll/offsets.h."""
+    """Of a buffer for low latency alone, in one domain: ``Window.make`` of csrc/layout/window.h."""
     further = sizes.unweighted * (ranks if masks else 1)
     rows = sizes.dispatched, sizes.combined + further
     headers = _up(_BANKS * ranks * _HEADER_BYTES, 128)
     kinds = sum(headers + _BANKS * (_up(sizes.routing, 128) + _up(each, 128)) for each in rows)
     signals, heartbeats = _up(_KINDS * ranks * 8, 128), _up(ranks * 8, 128)
-    return _up(signals + kinds + heartbeats, 4096)
+    meeting = ranks * 8 * (_MEETING_WORDS + _up(ranks, 32) // 32) if masks else 0
+    return _up(_up(signals + kinds + heartbeats, 4096) + meeting, 4096)
 
 
 def sizes_of(ranks: int, late_weights: bool) -> LlSizes:

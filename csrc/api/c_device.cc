@@ -44,6 +44,12 @@ bool is_capturing([[maybe_unused]] int device, [[maybe_unused]] void* stream) {
   return false;
 }
 
+void synchronize([[maybe_unused]] int device, [[maybe_unused]] void* stream) {
+#if defined(EP_WITH_CUDA)
+  if (device >= 0) EP_CUDA(cudaStreamSynchronize(static_cast<cudaStream_t>(stream)));
+#endif
+}
+
 void* allocate([[maybe_unused]] int device, size_t bytes) {
   EP_CHECK(bytes <= PTRDIFF_MAX, bytes, " bytes were asked for, at most ", PTRDIFF_MAX);
   void* memory = nullptr;

@@ -18,6 +18,7 @@ class ScopedDevice {
 };
 
 bool is_capturing(int device, void* stream);
+void synchronize(int device, void* stream);
 
 void* allocate(int device, size_t bytes);  // aligned to 64 bytes at least
 void release(int device, void* memory) noexcept;

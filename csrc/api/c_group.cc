@@ -58,8 +58,8 @@ void check_received(const GroupRequest& request) {
   if (!request.is_ht) return;
   EP_CHECK(request.max_recv == 0 || request.max_recv >= request.max_tokens, "max_recv_tokens_per_rank is ",
            request.max_recv, ", must be NCCL_EP_AUTO or at least max_dispatch_tokens_per_rank, ", request.max_tokens);
-  EP_CHECK_USAGE(request.max_recv != 0 || !request.drops,
-                 "overflow_policy is DROP, but max_recv_tokens_per_rank is AUTO: whatever comes fits");
+  EP_CHECK(request.max_recv != 0 || !request.drops,
+           "overflow_policy is DROP, but max_recv_tokens_per_rank is AUTO: whatever comes fits");
 }
 
 // What low latency has room for, in tokens of a handle; 0: nothing.

@@ -30,38 +30,31 @@ void query(const GroupState& state, int* status, void* stream) {
   write_layout_info(flip, state.config.device >= 0, stream);
 }
 
-// Ranks come back all at once: a masked one that is said to be active is refused where the host knows of its mask.
 void update(GroupState& state, const int* mask, void* stream) {
   Group& group = masking(state);
   EP_CHECK(mask != nullptr, "mask is null");
-  const RankMask masked = state.asked_masks | (state.config.device < 0 ? group.report().masked : RankMask{});
+  RankMask masked;
   for (int r = 0; r < group.num_ranks(); r++) {
     EP_CHECK(mask[r] == 0 || mask[r] == 1, "mask of rank ", r, " is ", mask[r], ", must be 0 or 1");
     EP_CHECK(mask[r] == 1 || r != group.rank(), "mask of rank ", r, " is 0, but that is this rank itself");
-    EP_CHECK(mask[r] == 0 || !masked.has(r), "mask of rank ", r,
-             " is 1, but it is masked: ncclEpMaskClean brings all ranks back");
+    if (mask[r] == 0) masked.add(r);
   }
   const ScopedDevice device(state.config.device);
-  if (!is_capturing(state.config.device, stream)) state.note_masks();
-  for (int r = 0; r < group.num_ranks(); r++) {
-    if (mask[r] == 1) continue;
-    if (!masked.has(r)) group.mask(r, stream);
-    state.asked_masks.add(r);
-  }
+  const bool runs_now = !is_capturing(state.config.device, stream);
+  if (runs_now) state.note_masks();
+  group.update_masks(masked, stream);
+  const RankMask known = state.asked_masks | state.known_masks;
+  state.asked_masks = masked;
+  state.known_masks = state.known_masks & masked;
+  // If one that counts as active is masked again, it is news, which what is masked still must not be taken for.
+  if (runs_now && !masked.has_all(known)) synchronize(state.config.device, stream);
 }
 
 void clean(GroupState& state) {
   Group& group = masking(state);
-  EP_CHECK_USAGE(!state.has_missed_cleaning, "a rank did not come when masks were to be cleaned: make a new group");
   state.note_masks();
   const ScopedDevice device(state.config.device);
-  const auto bootstrap = state.rendezvous(kCleaningDeadlines * group.timeout_seconds());
-  try {
-    group.clean_masks(*bootstrap);
-  } catch (const Error& error) {
-    state.has_missed_cleaning = error.kind() != ErrorKind::kInvalidUsage;
-    throw;
-  }
+  group.clean_masks(*state.rendezvous(kCleaningDeadlines * group.timeout_seconds()));
   state.asked_masks = state.known_masks = {};
 }
 

@@ -31,7 +31,6 @@ struct GroupState {
   // How the ranks find one another once more, within so many seconds.
   using Rendezvous = std::function<std::unique_ptr<Bootstrap>(double seconds)>;
   Rendezvous rendezvous;
-  bool has_missed_cleaning = false;  // of masks: the ranks are not at the same step of the rendezvous any more
 
   // Masks of low latency, those that the caller asked for, those of which it knows as an error.
   RankMask asked_masks, known_masks;

@@ -1,6 +1,7 @@
 #include "cpu/backend.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 
 #include "base/check.h"
@@ -15,7 +16,11 @@ namespace {
 
 void rest_rows(char* base, const LlWindow& window) {
   for (const LlWindow::PerKind& kind : window.kind) {
-    std::memset(base + kind.rows.offset, 0xFF, kind.rows.count * sizeof(uint32_t));  // kAbsent
+    // Atomic, as a rank that does not know that it is left out may store, too.
+    auto* words = reinterpret_cast<uint32_t*>(base + kind.rows.offset);
+    for (uint64_t i = 0; i < kind.rows.count; i++) {
+      std::atomic_ref<uint32_t>(words[i]).store(kAbsent, std::memory_order_relaxed);
+    }
   }
 }
 
@@ -55,10 +60,15 @@ class CpuBackend : public Backend {
   void ht_dispatch(const HtDispatchParams& params, void*) override { cpu_ht_dispatch(params, *transport_, state_); }
   void ht_combine(const HtCombineParams& params, void*) override { cpu_ht_combine(params, *transport_, state_); }
   std::shared_ptr<Arena> arena() const override { return arena_; }
-  void mask(int rank, void*) override { state_.masked.add(rank); }
+  void mask(int rank, void*) override { set_mask(rank, true); }
+  void update_masks(const RankMask& masked, void*) override {
+    state_.recalled = state_.masked.without(masked);
+    state_.masked = state_.masked | masked;
+  }
   void query_masks(int32_t* status, void*) override {
+    const RankMask masked = state_.masked.without(state_.recalled);
     for (int r = 0; r < transport_->topology().num_ranks; r++) {
-      status[r] = state_.masked.has(r) ? 1 : 0;
+      status[r] = masked.has(r) ? 1 : 0;
     }
   }
   LlEpochs settle() override { return {state_.epoch[0], state_.epoch[1]}; }
@@ -69,7 +79,21 @@ class CpuBackend : public Backend {
       state_.next_calls.begin(false, kind, epochs.of[static_cast<int>(kind)]);
     }
   }
-  void unmask_all() override { state_.masked = {}; }
+  void unmask_all(const RankMask& there) override {
+    state_.masked = state_.recalled = there.complement(transport_->topology().num_ranks);
+  }
+  void store_words(int peer, Offset offset, const std::vector<uint64_t>& words) override {
+    char* target = transport_->peer_ptr(peer, offset);
+    for (const uint64_t word : words) {
+      atomic_tagged(target).store(word, std::memory_order_release);
+      target += sizeof word;
+    }
+  }
+  std::vector<uint64_t> load_words(Offset offset, uint64_t count) override {
+    std::vector<uint64_t> words(count);
+    for (uint64_t i = 0; i < count; i++) words[i] = window_word(offset + i * sizeof(uint64_t));
+    return words;
+  }
   void replace(Bootstrap& bootstrap, int rank, double) override {
     try {
       clear_window(transport_->local_window(), transport_->window_bytes());
@@ -81,6 +105,7 @@ class CpuBackend : public Backend {
     transport_->replace(bootstrap, rank);
   }
   void set_mask(int rank, bool is_masked) override {
+    state_.recalled.remove(rank);
     if (is_masked) {
       state_.masked.add(rank);
     } else {
@@ -91,7 +116,14 @@ class CpuBackend : public Backend {
   Failure failure() const override { return state_.failure.get(); }
   bool has_failed() const override { return state_.failure.is_set(); }
   Report report(bool take_invalid_ids) override {
-    Report report{state_.failure.get(), state_.invalid_ids, state_.dropped_rows, {}, {}, {}, state_.masked};
+    Report report{state_.failure.get(),
+                  state_.invalid_ids,
+                  state_.dropped_rows,
+                  {},
+                  {},
+                  {},
+                  state_.masked.without(state_.recalled),
+                  state_.masked};
     for (int kind = 0; kind < kNumKinds; kind++) {
       report.epochs[kind] = state_.epoch[kind];
       report.ht_epochs[kind] = state_.ht_epoch[kind];

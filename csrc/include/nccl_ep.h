@@ -411,9 +411,11 @@ NCCL_EPX_API ncclResult_t ncclEpComplete(ncclEpHandle_t handle, const ncclEpComp
 
 /* mask_status: int [R] on the group's device. */
 NCCL_EPX_API ncclResult_t ncclEpMaskQuery(ncclEpGroup_t ep_group, int* mask_status, cudaStream_t stream);
-/* mask: int [R] on the host. A rank that is masked stays so until ncclEpMaskClean. */
+/* mask: int [R] on the host. A masked rank that is 1 counts as active until the next operation, which masks it again:
+ * it comes back by ncclEpMaskClean. */
 NCCL_EPX_API ncclResult_t ncclEpMaskUpdate(ncclEpGroup_t ep_group, const int* mask, cudaStream_t stream);
-/* Collective, of all ranks: unmasks all. */
+/* Unmasks all. Collective among those that come; masked ranks are waited for one deadline. Between NVLink domains, of
+ * all ranks. */
 NCCL_EPX_API ncclResult_t ncclEpMaskClean(ncclEpGroup_t ep_group, cudaStream_t stream);
 /* 1: a rank was masked because it was late, since the last ncclEpErrorClear. */
 NCCL_EPX_API ncclResult_t ncclEpGetAsyncError(ncclEpGroup_t ep_group, int* error_out);

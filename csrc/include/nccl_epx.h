@@ -59,9 +59,9 @@ NCCL_EPX_API ncclResult_t ncclEpxTensorBytes(const ncclEpTensor_t* tensor, size_
 #define NCCL_EPX_DEVICE_CPU (-1)
 
 /* How ranks find one another: puts `bytes` bytes of every rank, in rank order, into `all`, or returns another number
- * than 0 (NCCL_EPX_TIMEOUT: after timeout_ns). Called by ncclEpCreateGroup, by ncclEpMaskClean, and by ncclEpInitHandle
- * where it is collective, in the same order on all ranks. MPI_Allgather(mine, bytes, MPI_BYTE, all, bytes, MPI_BYTE,
- * comm) does it. */
+ * than 0 (NCCL_EPX_TIMEOUT: after timeout_ns). Called by ncclEpCreateGroup, by ncclEpInitHandle where
+ * it is collective, and by ncclEpMaskClean between NVLink domains, in the same order on all ranks. MPI_Allgather(mine,
+ * bytes, MPI_BYTE, all, bytes, MPI_BYTE, comm) does it. */
 typedef int32_t (*ncclEpxAllgather_t)(void* context, const void* mine, void* all, size_t bytes, uint64_t timeout_ns);
 
 /* Ranks that are threads or processes of one machine, as a communicator for ncclEpCreateGroup and for nothing else: no

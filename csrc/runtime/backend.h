@@ -46,12 +46,20 @@ class Backend {
 
   // Masks of ranks, of a buffer that has them: in the stream's order. `status` [R]: 1 for a masked rank, else 0.
   virtual void mask(int rank, void* stream) = 0;
+  // These are masked from here on. A rank that was masked and is none of these counts as active again, and is left out
+  // as before, until the next operation masks it again: it does not know how far the others are.
+  virtual void update_masks(const RankMask& masked, void* stream) = 0;
   virtual void query_masks(int32_t* status, void* stream) = 0;
   // What Group::clean_masks() is made of. Waits for what is in flight.
   virtual LlEpochs settle() = 0;
   // The window as between calls, the last of which has `epochs` on every rank. All ranks have settled.
   virtual void restart(const LlEpochs& epochs) = 0;
-  virtual void unmask_all() = 0;
+  // None is masked. Those that are not `there` are left out until the next operation masks them, as of update_masks().
+  virtual void unmask_all(const RankMask& there) = 0;
+  // Hosts that meet (mask_meeting.h). Words for the window of `peer`, of the own domain, each stored as a whole; words
+  // of the own window.
+  virtual void store_words(int peer, Offset offset, const std::vector<uint64_t>& words) = 0;
+  virtual std::vector<uint64_t> load_words(Offset offset, uint64_t count) = 0;
   // Of a buffer whose ranks can be replaced (replace.cc), when all have settled: exchanges the window of `rank`, which
   // is being made, within `seconds`, and cleans the own one. Collective among those who meet.
   virtual void replace(Bootstrap& bootstrap, int rank, double seconds) = 0;

@@ -78,7 +78,8 @@ struct Report {
   uint64_t epochs[kNumKinds] = {0, 0};
   uint64_t ht_epochs[kNumKinds] = {0, 0};
   uint64_t ht_staged[kNumKinds] = {0, 0};  // calls of high throughput that copied for want of a place in the arena
-  RankMask masked;                         // low latency leaves them out
+  RankMask masked;
+  RankMask left_out;  // by low latency: these, and those that count as active until the next operation
 };
 
 }  // namespace ep

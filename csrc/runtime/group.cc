@@ -19,7 +19,7 @@ namespace {
 
 // Up to which a window of given bytes has room for unweighted rows; _UNWEIGHTED_TOPK of low_latency_memory.py.
 constexpr int kWindowTopk = 8;
-constexpr int kWireVersion = 15;            // changes with the bytes that ranks exchange
+constexpr int kWireVersion = 16;            // changes with the bytes that ranks exchange
 constexpr double kMaxTimeoutSeconds = 1e9;  // clocks count nanoseconds in 64 bits
 
 constexpr const char* kIdsQuestion = "Does num_experts count the experts of all ranks?";

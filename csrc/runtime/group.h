@@ -88,9 +88,13 @@ class Group {
   void combine_weights(LlCombineWeightsParams& params, void* stream);
   // `row_bytes`: of a row on the wire.
 
-  // Masks (masks.cc). Low latency goes on without a masked rank until all ranks clean the masks together.
+  // Masks (masks.cc). Low latency goes on without a masked rank until masks are cleaned.
   void mask(int rank, void* stream);
+  void update_masks(const RankMask& masked, void* stream);  // as Backend's
   void query_masks(int32_t* status, void* stream);
+  // Who comes is active again. Collective among the ranks of one domain that come: those that are not masked are waited
+  // for, those that are for one deadline, and who stays away is masked by the next operation (mask_meeting.h). Between
+  // domains all ranks must come, which meet by `bootstrap`.
   void clean_masks(Bootstrap& bootstrap);
 
   // A new process has taken the number of `rank`, whose process has ended (replace.cc). Collective among those who
@@ -125,6 +129,9 @@ class Group {
   // What all ranks of a world have in common, those who are replaced too.
   static Agreement agreement_of(const GroupConfig& config, int num_ranks);
   void require_no_send(const char* before) const;
+  void require_waiting() const;
+  void clean_with_who_comes();
+  void clean_with_all(Bootstrap& bootstrap);
   // Behind the last call of any rank, where all begin anew.
   static LlEpochs behind(const std::vector<LlEpochs>& all);
   // replace.cc. Collective among those who meet.
@@ -180,6 +187,8 @@ class Group {
   std::atomic<bool> is_called_ = false;  // OneCaller
   std::atomic<double> timeout_seconds_;
   std::atomic<bool> is_partly_cleaned_ = false;  // masks are cleaned, or were by some ranks and not by others
+  bool has_missed_cleaning_ = false;             // of several domains: a rank did not come, and masks stay
+  std::vector<uint32_t> used_numbers_;           // MaskMeeting's
   uint64_t num_calls_[kNumKinds] = {0, 0};
   Calls calls_;
   std::vector<ProcessWatch> processes_;  // of all ranks, where ranks can be replaced

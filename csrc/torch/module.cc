@@ -105,7 +105,12 @@ class NamedGroup {
   void clean_masks(py::function allgather) {
     PythonBootstrap bootstrap(group_->rank(), group_->num_ranks(), std::move(allgather));
     const LockRelease no_lock;
-    group_->clean_masks(bootstrap);
+    try {
+      group_->clean_masks(bootstrap);
+    } catch (const Error&) {
+      rethrow_interruption();
+      throw;
+    }
   }
   void replace(int rank, const std::vector<int>& seats, double seconds, py::function allgather) {
     PythonBootstrap bootstrap(group_->rank(), seats, std::move(allgather));
@@ -170,11 +175,13 @@ py::dict stats(Group& group) {
   result["staged_combines"] = report.ht_staged[1];
   result["dropped_rows"] = report.dropped_rows;
   result["invalid_ids"] = report.invalid_ids.count;
-  std::vector<int> masked;
+  std::vector<int> masked, left_out;
   for (int r = 0; r < group.num_ranks(); r++) {
     if (report.masked.has(r)) masked.push_back(r);
+    if (report.left_out.has(r)) left_out.push_back(r);
   }
   result["masked_ranks"] = masked;
+  result["left_out_ranks"] = left_out;
   const Calls& calls = group.calls();
   result["calls"] = py::dict(py::arg("dispatch") = calls.dispatch, py::arg("combine") = calls.combine,
                              py::arg("combine_weights") = calls.combine_weights, py::arg("split") = calls.split,
@@ -384,12 +391,25 @@ void define_group(py::module_& m) {
           },
           py::arg("rank"), py::arg("stream"), "Low latency leaves the rank out, behind what is on the stream.")
       .def(
+          "update_masks",
+          [](NamedGroup& self, const std::vector<int>& ranks, uintptr_t stream) {
+            RankMask masked;
+            for (const int rank : ranks) {
+              EP_CHECK(rank >= 0 && rank < self.group().num_ranks(), "rank ", rank, " of ", self.group().num_ranks());
+              masked.add(rank);
+            }
+            self.group().update_masks(masked, reinterpret_cast<void*>(stream));
+          },
+          py::arg("ranks"), py::arg("stream"),
+          "Masks these. Others that are masked count as active until the next operation masks them again.")
+      .def(
           "query_masks",
           [](NamedGroup& self, uintptr_t status, uintptr_t stream) {
             self.group().query_masks(reinterpret_cast<int32_t*>(status), reinterpret_cast<void*>(stream));
           },
           py::arg("status"), py::arg("stream"), "Writes int32 [R] at that address: 1 for a masked rank, else 0.")
-      .def("clean_masks", &NamedGroup::clean_masks, py::arg("allgather"), "Collective.")
+      .def("clean_masks", &NamedGroup::clean_masks, py::arg("allgather"),
+           "Collective of the ranks that come; of several domains, of all, which gather.")
       .def("replace", &NamedGroup::replace, py::arg("rank"), py::arg("seats"), py::arg("seconds"), py::arg("allgather"),
            "Collective among the ranks in `seats`, in which order they give their bytes; the last is the new one.")
       .def(

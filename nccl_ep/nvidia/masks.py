@@ -6,13 +6,10 @@ from typing import Any
 
 import torch
 
-from ..bootstrap import meeting_of
 from ..buffer import Buffer
 from ..errors import UsageError
 from .streams import on_stream, stream_pointer
 from .tensor import Tensor
-
-_CLEANING_DEADLINES = 4  # the others may have waited for a rank in their last operation
 
 
 class Masks:
@@ -44,36 +41,38 @@ class Masks:
     def mask_update(self, mask: Any, *, stream: Any = None) -> None:
         """Masks the ranks that are 0 in ``mask``, for the operations on the stream from here on.
 
-        Args:
-            mask: int32 [R] on the host, or its address. 1 leaves a rank as it is; this rank's own must be 1.
+        A masked rank that is 1 counts as active until the next operation, which masks it again without waiting: it
+        does not know what it has missed. It comes back by ``mask_clean``.
 
-        Raises: UsageError for a 1 of a masked rank: ranks come back all at once, by ``mask_clean``.
+        Args:
+            mask: int32 [R] on the host, or its address; this rank's own must be 1.
         """
         buffer = self._masking()
         wanted = self._words(mask, torch.device("cpu")).tolist()
-        masked = set(buffer.runtime.stats()["masked_ranks"])
         for rank, active in enumerate(wanted):
             if active not in (0, 1):
                 raise ValueError(f"mask[{rank}] is {active}, must be 0 or 1")
-            if active and rank in masked:
-                raise UsageError(f"rank {rank} is masked, and ranks do not come back one by one: all call mask_clean()")
         if not wanted[buffer.rank]:
             raise ValueError(f"mask[{buffer.rank}] is 0: a rank cannot mask itself")
-        for rank, active in enumerate(wanted):
-            if not active and rank not in masked:
-                self._known.add(rank)
-                buffer.runtime.mask(rank, stream_pointer(stream))
+        masked = {rank for rank, active in enumerate(wanted) if not active}
+        self.get_async_error()
+        buffer.runtime.update_masks(sorted(masked), stream_pointer(stream))
+        if self._known - masked and buffer.device.type == "cuda":  # what is masked still must not be taken for news
+            with on_stream(buffer.device, stream):
+                if not torch.cuda.is_current_stream_capturing():
+                    torch.cuda.current_stream(buffer.device).synchronize()
+        self._known = masked  # that one which counts as active is masked again is news
 
     def mask_clean(self, *, stream: Any = None) -> None:
-        """All ranks are active again. Collective over all ranks, those that were masked too.
+        """All ranks are active again. Collective among the ranks that come.
 
-        Waits for the operations in flight and for the other ranks, four deadlines at most. Raises as
-        ``nccl_ep.deep_ep.Buffer.low_latency_clean_mask_buffer``; the group is of no use any more then.
+        Waits and raises as ``nccl_ep.deep_ep.Buffer.low_latency_clean_mask_buffer``. A rank that stays away counts as
+        active until the next operation, which masks it again without waiting.
         """
         buffer = self._masking()
         self.get_async_error()
-        with on_stream(buffer.device, stream), meeting_of(buffer._rendezvous) as allgather:
-            buffer.runtime.clean_masks(lambda mine: allgather(mine, _CLEANING_DEADLINES * buffer._timeout))
+        with on_stream(buffer.device, stream):
+            buffer._clean_masks()
         self._known.clear()
 
     def get_async_error(self) -> bool:

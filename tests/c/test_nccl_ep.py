@@ -521,7 +521,7 @@ def test_groups_that_are_refused(library: Library) -> None:
     for result, text, changes in (
         (BAD, "num_experts is 4294967295", {"num_experts": 2**32 - 1}),
         (BAD, "max_recv_tokens_per_rank is 7, must be NCCL_EP_AUTO or at least", {"max_recv_tokens_per_rank": 7}),
-        (USAGE, "overflow_policy is DROP, but", {"overflow_policy": c_api.DROP}),
+        (BAD, "overflow_policy is DROP, but", {"overflow_policy": c_api.DROP}),
         (BAD, "zero_copy 3 is unknown", {"zero_copy": 3}),
         (USAGE, "alloc has one function", {"alloc_fn": one}),
     ):

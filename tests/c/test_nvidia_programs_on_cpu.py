@@ -118,11 +118,14 @@ def test_ep_bench(programs: Path, arguments: str) -> None:
 
 
 def test_ep_bench_of_masks(programs: Path) -> None:
-    """Ranks 1 and 3 of four stay away, one after the other, and are masked. Then the program cleans the masks without
-    them, while here all ranks must take part (docs/c_api.md)."""
+    """Ranks 1 and 3 of four stay away, one after the other, and are masked. The others clean masks without them."""
     ranks = run_ranks_of(programs / "ep_bench", f"{SIZES} {LL_EM} --mask-test", 4, NCCL_EP_TIMEOUT_MS="5000")
     for code, text in (ranks[0], ranks[2]):
-        for passed in ("dispatch mask check: PASSED", "combine mask check: PASSED"):
-            assert passed in text, text
-        assert "FAILED" not in text.partition("=== Active-Mask Test ===")[2] and code == 1, text
-        assert "ncclEpMaskClean" in text, text
+        for check in (
+            "dispatch mask check",
+            "combine mask check",
+            "mask clean check",
+            r"async error after clean: 0 \(",
+        ):
+            assert re.search(rf"{check}.*PASSED", text), text
+        assert "FAILED" not in text.partition("=== Active-Mask Test ===")[2] and code in (0, 2), text  # 2: last bits

@@ -91,6 +91,18 @@ cudaError_t cudaMemsetAsync(void* target, int value, size_t bytes, cudaStream_t)
   std::memset(target, value, bytes);
   return cudaSuccess;
 }
+cudaError_t cudaMemcpy2DAsync(void* target, size_t target_pitch, const void* source, size_t source_pitch, size_t width,
+                              size_t height, cudaMemcpyKind, cudaStream_t) {
+  for (size_t row = 0; row < height; row++) {
+    std::memcpy(static_cast<char*>(target) + row * target_pitch, static_cast<const char*>(source) + row * source_pitch,
+                width);
+  }
+  return cudaSuccess;
+}
+cudaError_t cudaMemset2DAsync(void* target, size_t pitch, int value, size_t width, size_t height, cudaStream_t) {
+  for (size_t row = 0; row < height; row++) std::memset(static_cast<char*>(target) + row * pitch, value, width);
+  return cudaSuccess;
+}
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
   *stream = nullptr;
   return cudaSuccess;

@@ -18,7 +18,6 @@ from tests.ll.mask_ranks import (
     LateRank,
     Parted,
     come_at_the_deadline,
-    fail_to_clean,
     go_on_without,
     masks_of,
     run_all,
@@ -27,7 +26,7 @@ from tests.ll.mask_ranks import (
 from tests.support.cases import generate
 from tests.support.expected import Expected, plain_case, shared_buffer
 from tests.support.harness import case_buffer, dispatch_case
-from tests.support.patience import DEADLINES, PATIENCE, with_more_time
+from tests.support.patience import DEADLINES, PATIENCE, Clock, with_more_time
 
 
 def _cases(count: int, num_ranks: int, first: frozenset[int] | None = None) -> list[Parted]:
@@ -141,29 +140,34 @@ def test_each_rank_masks_for_itself() -> None:
 # ---- The methods
 
 
-def test_a_rank_that_does_not_clean() -> None:
+def test_masks_are_cleaned_without_a_rank_that_stays_away() -> None:
+    """It counts as active until the next operation, which does not wait for it. It cleans its own masks alone, too."""
     case = Parted(plain_case(3), frozenset({0, 1}))
 
-    def body(group: ThreadGroup, deadline: float, beside: ThreadGroup) -> None:
+    def body(group: ThreadGroup) -> None:
+        away = sorted(case.groups[1 - case.number_of(group.rank())])
         with shared_buffer(group, [case.whole], enable_shrink=True) as buffer:
+            clean = deep_ep.Buffer.of(buffer).low_latency_clean_mask_buffer
             if group.rank() != 2:
                 deep_ep.Buffer.of(buffer).low_latency_update_mask_buffer(2, True)
                 case.run(buffer)
-                buffer.set_timeout(deadline)
-            fail_to_clean(2, buffer, beside)
-            if group.rank() != 2:
-                with pytest.raises(nccl_ep.UsageError, match="a rank did not come when masks were to be cleaned"):
-                    deep_ep.Buffer.of(buffer).low_latency_clean_mask_buffer()
-                assert masks_of(buffer) == [2]
-                buffer.set_timeout(PATIENCE)
-                case.run(buffer)  # it is as it was
-            beside.allgather(b"", PATIENCE)
+            for turn in range(2):  # ranks 0 and 1, then rank 2
+                if (group.rank() == 2) == (turn == 1):
+                    buffer.set_timeout(1.0)
+                    with Clock(4 * 1.0 + PATIENCE / 2):
+                        clean()
+                    assert masks_of(buffer) == []
+                    buffer.set_timeout(2 * PATIENCE)
+                    with Clock(PATIENCE):
+                        for _ in range(2):
+                            case.run(buffer)
+                            assert masks_of(buffer) == away
+                group.allgather(b"", PATIENCE)
+            clean()
+            assert masks_of(buffer) == []
+            case.whole.run(buffer)
 
-    def run(deadline: float) -> None:
-        ends = ThreadGroup.make(3)
-        run_ranks(3, lambda group: body(group, deadline, ends[group.rank()]))
-
-    with_more_time(run, (0.3, *DEADLINES[1:]))
+    run_ranks(3, body)
 
 
 def test_ranks_are_masked_one_by_one_and_come_back_together() -> None:
@@ -187,24 +191,6 @@ def test_ranks_are_masked_one_by_one_and_come_back_together() -> None:
     run_ranks(3, body)
 
 
-def test_masks_that_were_cleaned_by_some_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Expected(plain_case(1))
-    with shared_buffer(SoloRendezvous(), [case], enable_shrink=True) as buffer:
-        rounds = iter(("tokens", "settled", "epochs"))
-
-        def allgather(mine: bytes, timeout: float) -> list[bytes]:
-            if next(rounds) == "epochs":
-                raise nccl_ep.TimeoutError(f"waited {timeout} s")
-            return [mine]
-
-        monkeypatch.setattr(buffer._rendezvous, "allgather", allgather)
-        with pytest.raises(nccl_ep.TimeoutError, match=f"waited {4 * buffer._timeout} s"):
-            deep_ep.Buffer.of(buffer).low_latency_clean_mask_buffer()
-        for call in (lambda: case.run(buffer), deep_ep.Buffer.of(buffer).low_latency_clean_mask_buffer, buffer.check):
-            with pytest.raises(nccl_ep.UsageError, match="others may have cleaned theirs: destroy the buffer"):
-                call()
-
-
 def test_extra_tensors_whose_operations_could_leave_out_different_ranks_are_refused() -> None:
     case = Expected(plain_case(1))
     given, how = case.inputs[0], case.case.dispatch_kwargs()
@@ -225,10 +211,17 @@ def test_an_open_send_is_received_before_masks_are_cleaned() -> None:
             pending = nccl_ep.dispatch_send(
                 given.x, given.topk_idx, given.topk_weights, buffer=buffer, **case.case.dispatch_kwargs()
             )
+            clean = deep_ep.Buffer.of(buffer).low_latency_clean_mask_buffer
             with pytest.raises(nccl_ep.UsageError, match="a dispatch was sent and has not been received"):
-                deep_ep.Buffer.of(buffer).low_latency_clean_mask_buffer()
+                clean()
+            if group.rank() == 1:
+                with pytest.raises(nccl_ep.UsageError, match="a dispatch was sent and has not been received"):
+                    clean()
             case.check_dispatch(pending.receive(), group.rank())
-            deep_ep.Buffer.of(buffer).low_latency_clean_mask_buffer()
+            if group.rank() == 0:
+                with pytest.raises(nccl_ep.UsageError, match="on rank 1: a call was sent and has not been received"):
+                    clean()
+            clean()
             case.run(buffer)
 
     run_ranks(2, body)

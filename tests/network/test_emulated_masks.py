@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import nccl_ep
 from nccl_ep import _C, deep_ep
 from nccl_ep.handle import LAYOUTS
 from nccl_ep.testing import ThreadGroup, run_ranks
@@ -101,6 +102,29 @@ def test_a_dead_rank_is_masked() -> None:
         run_ranks(4, lambda group: body(group, deadline, ends[group.rank()]))
 
     with_more_time(run, (2.0, *DEADLINES[1:]))
+
+
+def test_masks_that_were_cleaned_by_some_ranks() -> None:
+    case = Expected(plain_case(2, domain_size=1))
+
+    def body(group: ThreadGroup) -> None:
+        with shared_buffer(group, [case], domain_size=1, network_seed=5, **MASKS) as buffer:
+            rounds, inner = iter(("tokens", "settled", "epochs")), buffer._rendezvous.allgather
+
+            def allgather(mine: bytes, timeout: float) -> list[bytes]:
+                if next(rounds) == "epochs":
+                    raise nccl_ep.TimeoutError(f"waited {timeout} s")
+                return list(inner(mine, timeout))
+
+            buffer._rendezvous.allgather = allgather  # type: ignore[method-assign]
+            clean = deep_ep.Buffer.of(buffer).low_latency_clean_mask_buffer
+            with pytest.raises(nccl_ep.TimeoutError, match=f"waited {4 * buffer._timeout} s"):
+                clean()
+            for call in (lambda: case.run(buffer), clean, buffer.check):
+                with pytest.raises(nccl_ep.UsageError, match="others may have cleaned theirs: destroy the buffer"):
+                    call()
+
+    run_ranks(2, body)
 
 
 def test_mask_consensus_keeps_healthy_ranks_together() -> None:

@@ -42,6 +42,7 @@ struct CpuState {
   FailureCell failure;
   bool masks_late = false;  // a rank that misses a deadline of low latency is masked
   RankMask masked;          // those that are
+  RankMask recalled;        // of them those that count as active until the next operation (Backend::update_masks())
   Heartbeats heartbeats;
   Offset heartbeats_at = 0;  // in every window
   NextCalls next_calls;

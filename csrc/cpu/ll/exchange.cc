@@ -35,6 +35,7 @@ Exchange::Exchange(Transport& transport, CpuState& state, Kind kind, const LlOff
       headers_(offsets.num_ranks),
       deadline_(state.control, state.masks_late ? 0.5 : 1) {
   state.next_calls.begin(false, kind, epoch_);
+  state.recalled = {};  // they have not come back
 }
 
 Exchange::~Exchange() {

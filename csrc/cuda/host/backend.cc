@@ -68,13 +68,27 @@ class CudaBackend : public Backend {
 
   void mask(int rank, void* stream) override {
     DeviceGuard guard(memory_->device);
-    EP_CUDA(cudaMemsetAsync(&memory_->state->masks.is_masked[rank], 1, 1, static_cast<cudaStream_t>(stream)));
+    static_assert(Masks::kMasked == 0x0101);
+    EP_CUDA(cudaMemsetAsync(&memory_->state->masks.is_masked[rank], 1, 2, static_cast<cudaStream_t>(stream)));
+  }
+  void update_masks(const RankMask& masked, void* stream) override {
+    DeviceGuard guard(memory_->device);
+    constexpr size_t kStride = sizeof *memory_->state->masks.is_masked;
+    // The lowest byte of each: kMasked becomes kRecalled, and an active rank stays active.
+    static_assert((Masks::kMasked & ~0xFFu) == Masks::kRecalled);
+    EP_CUDA(cudaMemset2DAsync(memory_->state->masks.is_masked, kStride, 0, 1, num_ranks_,
+                              static_cast<cudaStream_t>(stream)));
+    for (int r = 0; r < num_ranks_; r++) {
+      if (masked.has(r)) mask(r, stream);
+    }
   }
   void query_masks(int32_t* status, void* stream) override {
     DeviceGuard guard(memory_->device);
-    static_assert(sizeof *status == sizeof *memory_->state->masks.is_masked);
-    EP_CUDA(cudaMemcpyAsync(status, memory_->state->masks.is_masked, num_ranks_ * sizeof *status,
-                            cudaMemcpyDeviceToDevice, static_cast<cudaStream_t>(stream)));
+    constexpr size_t kStride = sizeof *memory_->state->masks.is_masked;
+    static_assert(sizeof *status == kStride);
+    EP_CUDA(cudaMemsetAsync(status, 0, num_ranks_ * kStride, static_cast<cudaStream_t>(stream)));
+    EP_CUDA(cudaMemcpy2DAsync(status, kStride, memory_->state->masks.is_masked, kStride, 1, num_ranks_,
+                              cudaMemcpyDeviceToDevice, static_cast<cudaStream_t>(stream)));
   }
   LlEpochs settle() override {
     {
@@ -100,12 +114,22 @@ class CudaBackend : public Backend {
     if (memory_->network && memory_->peers.can_be_masked) restart_links(epochs);
     EP_CUDA(cudaStreamSynchronize(memory_->stream));
   }
-  void unmask_all() override {
+  void unmask_all(const RankMask& there) override {
+    std::vector<uint32_t> words(num_ranks_);
+    for (int r = 0; r < num_ranks_; r++) words[r] = there.has(r) ? 0 : Masks::kRecalled;
+    set(memory_->state->masks.is_masked, words);
+  }
+  void store_words(int peer, Offset offset, const std::vector<uint64_t>& words) override {
+    set(memory_->peers.at<uint64_t>(peer, offset), words);
+  }
+  std::vector<uint64_t> load_words(Offset offset, uint64_t count) override {
     std::lock_guard lock(mutex_);
     DeviceGuard guard(memory_->device);
-    EP_CUDA(
-        cudaMemsetAsync(memory_->state->masks.is_masked, 0, sizeof memory_->state->masks.is_masked, memory_->stream));
+    std::vector<uint64_t> words(count);
+    EP_CUDA(cudaMemcpyAsync(words.data(), memory_->peers.local<char>(offset), count * sizeof(uint64_t),
+                            cudaMemcpyDeviceToHost, memory_->stream));
     EP_CUDA(cudaStreamSynchronize(memory_->stream));
+    return words;
   }
 
   void replace(Bootstrap& bootstrap, int rank, double seconds) override {
@@ -113,12 +137,7 @@ class CudaBackend : public Backend {
     replace_rank(bootstrap, *memory_, window_, rank, seconds);
   }
   void set_mask(int rank, bool is_masked) override {
-    std::lock_guard lock(mutex_);
-    DeviceGuard guard(memory_->device);
-    const uint32_t word = is_masked ? 1 : 0;
-    EP_CUDA(cudaMemcpyAsync(&memory_->state->masks.is_masked[rank], &word, sizeof word, cudaMemcpyHostToDevice,
-                            memory_->stream));
-    EP_CUDA(cudaStreamSynchronize(memory_->stream));
+    set(&memory_->state->masks.is_masked[rank], std::vector<uint32_t>{is_masked ? Masks::kMasked : 0});
   }
 
   WireBytes wire_bytes() const override { return memory_->network ? memory_->network->wire_bytes() : WireBytes{}; }
@@ -167,7 +186,8 @@ class CudaBackend : public Backend {
     report.invalid_ids = seen.diagnostics.invalid_ids;
     report.dropped_rows = seen.diagnostics.dropped_rows;
     for (int r = 0; r < num_ranks_; r++) {
-      if (seen.masks.is_masked[r] != 0) report.masked.add(r);
+      if ((seen.masks.is_masked[r] & 0xFF) != 0) report.masked.add(r);
+      if (seen.masks.is_masked[r] != 0) report.left_out.add(r);
     }
     for (int kind = 0; kind < kNumKinds; kind++) {
       report.epochs[kind] = seen.epoch[kind].epoch;
@@ -181,15 +201,7 @@ class CudaBackend : public Backend {
     return report;
   }
 
-  uint64_t window_word(Offset offset) override {
-    std::lock_guard lock(mutex_);
-    DeviceGuard guard(memory_->device);
-    uint64_t word = 0;
-    EP_CUDA(cudaMemcpyAsync(&word, memory_->peers.local<char>(offset), sizeof word, cudaMemcpyDeviceToHost,
-                            memory_->stream));
-    EP_CUDA(cudaStreamSynchronize(memory_->stream));
-    return word;
-  }
+  uint64_t window_word(Offset offset) override { return load_words(offset, 1)[0]; }
 
   void set_timeout(double seconds) override {
     std::lock_guard lock(mutex_);
@@ -226,6 +238,15 @@ class CudaBackend : public Backend {
   }
 
  private:
+  // Memory of a GPU, at once.
+  template <class T>
+  void set(T* target, const std::vector<T>& values) {
+    std::lock_guard lock(mutex_);
+    DeviceGuard guard(memory_->device);
+    EP_CUDA(cudaMemcpyAsync(target, values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice, memory_->stream));
+    EP_CUDA(cudaStreamSynchronize(memory_->stream));
+  }
+
   void restart_links(const LlEpochs& epochs) {
     LinkRestartParams params;
     for (int kind = 0; kind < kNumKinds; kind++) {

@@ -56,6 +56,10 @@ struct RailSliceCounters {
 
 // Ranks that low latency leaves out, with masks. Read at the beginning of an operation, and in long waits.
 struct Masks {
+  // 0: the rank is active. kMasked; kRecalled: left out, but it counts as active until the next operation masks it
+  // again (Backend::update_masks()). The lowest byte tells whether it counts as masked.
+  static constexpr uint32_t kMasked = 0x101, kRecalled = 0x100;
+
   alignas(128) uint32_t is_masked[kMaxRanks];
   int num_ranks;
   uint64_t* headers[kNumKinds];  // in the own window, LlWindow's

@@ -137,6 +137,12 @@ __device__ __forceinline__ bool is_far(const OpContext& context, int rank) {
 __device__ __forceinline__ bool is_masked_now(const OpContext& context, int rank) {
   return kMasksRanks && ptx::ld_relaxed_gpu(&context.state->masks.is_masked[rank]) != 0;
 }
+// At the beginning of an operation: a rank that is left out and counts as active has not come back.
+__device__ __forceinline__ void mask_recalled(const OpContext& context, int rank) {
+  if (rank >= context.state->masks.num_ranks) return;
+  uint32_t& word = context.state->masks.is_masked[rank];
+  if (ptx::ld_relaxed_gpu(&word) == Masks::kRecalled) ptx::st_relaxed_gpu(&word, Masks::kMasked);
+}
 // Whether a wait for `peer` is over because low latency leaves it out: it is masked, or has masked this rank, in this
 // operation or, if this rank is behind, in a later one.
 static __device__ __noinline__ bool is_left_out(const OpContext& context, int peer) {
@@ -145,7 +151,7 @@ static __device__ __noinline__ bool is_left_out(const OpContext& context, int pe
   if constexpr (kMasksFarRanks) {
     if (is_far(context, peer)) {
       if (!FarRanks::is_masked_by(context, peer)) return false;
-      ptx::st_relaxed_gpu(&masks.is_masked[peer], 1);
+      ptx::st_relaxed_gpu(&masks.is_masked[peer], Masks::kMasked);
       return true;
     }
   }
@@ -153,7 +159,7 @@ static __device__ __noinline__ bool is_left_out(const OpContext& context, int pe
     const uint64_t word = ptx::ld_relaxed_sys(masks.mask_word(context.kind, bank, peer));
     const auto tag = static_cast<uint32_t>(word >> 32);
     if (static_cast<uint32_t>(word) != 1 || !is_not_before(tag, tag_of(context.epoch))) continue;
-    ptx::st_relaxed_gpu(&masks.is_masked[peer], 1);
+    ptx::st_relaxed_gpu(&masks.is_masked[peer], Masks::kMasked);
     return true;
   }
   return false;
@@ -171,7 +177,7 @@ __device__ __forceinline__ void tell(const OpContext& context, uint64_t* word, i
 // now on.
 static __device__ __noinline__ void mask_late(const OpContext& context, int peer) {
   Masks& masks = context.state->masks;
-  ptx::st_relaxed_gpu(&masks.is_masked[peer], 1);
+  ptx::st_relaxed_gpu(&masks.is_masked[peer], Masks::kMasked);
   __threadfence();
   if constexpr (kMasksFarRanks) {
     if (is_far(context, peer)) return FarRanks::tell_mask(context, peer);

@@ -48,6 +48,23 @@ struct RankMask {
     for (int w = 0; w < kWords; w++) both.words[w] |= other.words[w];
     return both;
   }
+  RankMask operator&(const RankMask& other) const {
+    RankMask both = *this;
+    for (int w = 0; w < kWords; w++) both.words[w] &= other.words[w];
+    return both;
+  }
+  // Those that are not among `others`.
+  RankMask without(const RankMask& others) const {
+    RankMask rest = *this;
+    for (int w = 0; w < kWords; w++) rest.words[w] &= ~others.words[w];
+    return rest;
+  }
+  // Of `num_ranks` ranks all but these.
+  RankMask complement(int num_ranks) const {
+    RankMask all;
+    for (int rank = 0; rank < num_ranks; rank++) all.add(rank);
+    return all.without(*this);
+  }
 };
 
 }  // namespace ep

@@ -9,7 +9,6 @@ from typing import TypeAlias
 import torch
 
 from ... import _C
-from ...bootstrap import meeting_of
 from ...checks import (
     INT64,
     MAX_INT32,
@@ -31,7 +30,6 @@ from .view import View
 # src_info, layout_range, num_max_dispatch_tokens_per_rank, hidden, num_experts
 LowLatencyHandle: TypeAlias = tuple[torch.Tensor, torch.Tensor, int, int, int]
 
-_CLEANING_DEADLINES = 4
 _UNWEIGHTED_TOPK = 8  # up to which the size hint has room for a combine whose send waits for nobody
 _ROOM = "Buffer.get_low_latency_rdma_size_hint says the num_rdma_bytes that calls need, with low_latency_mode=True"
 WORDS = Words(rows="x", weights="topk_weights", max_tokens="num_max_dispatch_tokens_per_rank", room=_ROOM)
@@ -181,29 +179,27 @@ class LowLatencyMemory(View):
         self.runtime.query_masks(mask_status.data_ptr(), self._stream())
 
     def low_latency_clean_mask_buffer(self) -> None:
-        """Unmasks all ranks. Collective with ``enable_shrink`` (else nothing): all ranks, those that were masked too.
+        """Unmasks all ranks. Collective with ``enable_shrink`` (else nothing) among the ranks that come.
 
-        Waits for the operations in flight and for the other ranks, four deadlines at most: they may have waited for one
-        in their last operation. (MPI, for ``comm``, has no deadlines.) Handles of earlier dispatches must not be used
-        afterwards.
+        Waits for the operations in flight; for ranks that are not masked, which may be waiting in their last operation,
+        four deadlines at most; for masked ones a deadline at most. Whoever comes is active again. Who stays away counts
+        as active until the next operation, which masks it again without waiting. Handles of earlier dispatches must not
+        be used afterwards. On GPUs of several domains all ranks must come.
 
-        Raises: UsageError where a split call is open, or an earlier call missed a rank; TimeoutError with the
-            ranks that did not come. If none of the others can have gone on, the masks are what they were, and stay;
-            else the buffer is of no use any more. In both cases new masks need a new buffer.
+        Raises: UsageError where a split call is open on any rank; TimeoutError for a rank that came too late, whose
+            masks stay as they are, and where a rank falls silent meanwhile: then the buffer is of no use any more if
+            others may have gone on. On GPUs of several domains a rank that does not come is a TimeoutError, and a new
+            buffer is needed.
 
         Source: DeepEP, where it is each rank's own.
         """
-        core = self.core
-        core.require_usable()
+        self.core.require_usable()
         if not self.enable_shrink:
             return
-        if self._state.has_missed_cleaning:
-            raise UsageError("a rank did not come when masks were to be cleaned: make a new buffer")
         try:
-            with meeting_of(core._rendezvous) as allgather:
-                self.runtime.clean_masks(lambda mine: allgather(mine, _CLEANING_DEADLINES * core._timeout))
+            self.core._clean_masks()
         except TimeoutError:
-            self._state.has_missed_cleaning = True
+            self._state.has_missed_cleaning = self.core.domain_size < self.num_ranks
             raise
 
     def _stream(self) -> int:

@@ -24,8 +24,16 @@ class PickyBackend : public Backend {
   void mask(int, void*) override {}
   void query_masks(int32_t*, void*) override {}
   LlEpochs settle() override { return {}; }
-  void restart(const LlEpochs&) override {}
-  void unmask_all() override {}
+  void restart(const LlEpochs&) override { serve(); }
+  void unmask_all(const RankMask&) override {}
+  void update_masks(const RankMask&, void*) override {}
+  void store_words(int, Offset offset, const std::vector<uint64_t>& words) override {
+    std::copy(words.begin(), words.end(), words_.begin() + offset / sizeof(uint64_t));
+  }
+  std::vector<uint64_t> load_words(Offset offset, uint64_t count) override {
+    const auto first = words_.begin() + offset / sizeof(uint64_t);
+    return {first, first + count};
+  }
   void replace(Bootstrap&, int, double) override {}
   void set_mask(int, bool) override {}
   Failure failure() const override { return {}; }
@@ -38,6 +46,8 @@ class PickyBackend : public Backend {
     if (refuses) raise(ErrorKind::kInvalidArgument, "not served");
     num_served++;
   }
+
+  std::vector<uint64_t> words_ = std::vector<uint64_t>(1 << 20);  // of a window
 };
 
 std::unique_ptr<Backend> make_picky(Bootstrap&, const Topology&, const Window&, const GroupConfig&) {
@@ -83,6 +93,23 @@ class PickyGroup : public ::testing::Test {
   GroupConfig config_;
   std::unique_ptr<Group> group_;
 };
+
+TEST_F(PickyGroup, AfterACleaningOfMasksThatEndedHalfwayNothingIsServed) {
+  config_.masks_late_ranks = true;
+  group_ = std::make_unique<Group>(bootstrap_, config_, &make_picky);
+  const auto clean = [&] { return error_of([&] { group_->clean_masks(bootstrap_); }); };
+  EXPECT_EQ(clean(), "");
+  EXPECT_EQ(dispatch(Phase::kSend), "");
+  EXPECT_TRUE(clean().starts_with("a dispatch was sent and has not been received"));
+  EXPECT_EQ(dispatch(Phase::kRecv), "");
+  PickyBackend::refuses = true;
+  EXPECT_EQ(clean(), "not served");
+  PickyBackend::refuses = false;
+  for (const std::string& said : {clean(), combine_weights()}) {
+    EXPECT_NE(said.find("others may have cleaned theirs: destroy the buffer and make a new one"), std::string::npos)
+        << said;
+  }
+}
 
 TEST_F(PickyGroup, ARefusedSendOpensNothing) {
   PickyBackend::refuses = true;

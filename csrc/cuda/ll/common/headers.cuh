@@ -46,6 +46,7 @@ struct HeaderLane {
   // As word `i` of an open operation. A masked rank gets only word kIsMasked: it may still read the rest of an earlier
   // header.
   __device__ __forceinline__ void send(const WarpContext& op, const LlOffsets& offsets, int i) const {
+    if (kMasksRanks && i % OpHeader::kWords == OpHeader::kIsMasked) mask_recalled(op, i / OpHeader::kWords);
     if (target == nullptr) return;
     uint64_t* word = target + op.bank * offsets.num_ranks * OpHeader::kWords;
     if (!kMasksRanks || i % OpHeader::kWords != OpHeader::kIsMasked) {
@@ -117,7 +118,7 @@ __device__ __forceinline__ void check_headers(const OpContext& context, const Ll
     if (differs) refuse_op(context, offsets, peers, source, handle_word(mine), mine.word(OpHeader::kLlHandle));
     const bool is_left =
         word == OpHeader::kIsMasked && is_tagged(seen, context.tag) && static_cast<uint32_t>(seen) != 0;
-    if (kMasksRanks && is_left) ptx::st_relaxed_gpu(&context.state->masks.is_masked[source], 1);
+    if (kMasksRanks && is_left) ptx::st_relaxed_gpu(&context.state->masks.is_masked[source], Masks::kMasked);
     if (wait_cost != nullptr && word == OpHeader::kNumTokens && source != peers.rank) {
       wait_cost[source] += static_cast<int64_t>(ptx::global_timer_ns() - start);
     }

@@ -83,7 +83,7 @@ class MaskConsensus {
   __device__ __forceinline__ static void note_told(const OpContext& context, int i, uint64_t notice) {
     const auto tag = static_cast<uint32_t>(notice >> 32);
     const bool has_notified = static_cast<uint32_t>(notice) != 0 && is_not_before(tag, context.tag);
-    if (has_notified) ptx::st_relaxed_gpu(&context.state->masks.is_masked[lane_id() + 32 * i], 1);
+    if (has_notified) ptx::st_relaxed_gpu(&context.state->masks.is_masked[lane_id() + 32 * i], Masks::kMasked);
     const uint32_t told = __ballot_sync(~0u, has_notified);
     if (lane_id() == 0) context.has_told[i] = told;
   }
