@@ -241,15 +241,10 @@ class Buffer:
 
     def _clean_masks(self) -> None:
         """For the masks of other APIs, whose methods say what it does."""
-        meeting: list[Callable[[bytes, float], list[bytes]]] = []
         with contextlib.ExitStack() as stack:
-
-            def allgather(mine: bytes) -> list[bytes]:  # of several domains alone
-                if not meeting:
-                    meeting.append(stack.enter_context(meeting_of(self._rendezvous)))
-                return meeting[0](mine, _CLEANING_DEADLINES * self._timeout)
-
-            self.runtime.clean_masks(allgather)
+            meet = functools.cache(lambda: stack.enter_context(meeting_of(self._rendezvous)))
+            # It is called between several domains alone.
+            self.runtime.clean_masks(lambda mine: meet()(mine, _CLEANING_DEADLINES * self._timeout))
 
     @property
     def masked(self) -> list[int]:
