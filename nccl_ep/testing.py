@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
+
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .checks import MAX_RANKS, described, require_timeout, require_within
 from .errors import TimeoutError
@@ -73,6 +76,14 @@ class ThreadGroup:
         return [text for text in meeting.texts if text is not None]
 
 
+@functools.cache
+def _prepare_torch() -> None:
+    """For threads that compile, or make fake tensors: where no GPU is, the first of these changes what all threads use,
+    and torch 2.11 crashes if several are the first at once."""
+    with FakeTensorMode():
+        pass
+
+
 def run_ranks(num_ranks: int, body: Callable[[ThreadGroup], T], timeout: float = 300.0) -> list[T]:
     """Runs ``body(group)`` once a rank, each in a thread of its own, and returns the results in rank order.
 
@@ -83,6 +94,7 @@ def run_ranks(num_ranks: int, body: Callable[[ThreadGroup], T], timeout: float =
     require_timeout(timeout=timeout)
     if not callable(body):
         raise TypeError(f"body is {described(body)}, must be a function of a rank's group")
+    _prepare_torch()
     results: list[Any] = [None] * num_ranks
     errors: dict[int, BaseException] = {}
 

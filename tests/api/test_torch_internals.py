@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import gc
 import re
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -352,3 +354,18 @@ def test_a_constant_function_is_marked_as_torch_marks_it() -> None:
     def theirs() -> None: ...
 
     assert vars(constant(ours)) == vars(torch.compiler.assume_constant_result(theirs)) != {}
+
+
+def test_threads_may_make_the_first_fake_tensors() -> None:
+    """In a process of its own: it is the first that counts. Four threads without nccl_ep.testing crash most times."""
+    code = """
+from torch._subclasses.fake_tensor import FakeTensorMode
+from nccl_ep.testing import run_ranks
+def body(group):
+    for _ in range(2000):
+        with FakeTensorMode():
+            pass
+run_ranks(4, body)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stderr
