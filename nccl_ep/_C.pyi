@@ -113,7 +113,16 @@ def normal_dispatch(
     num_sms: object,
     /,
 ) -> Any: ...
-def normal_dispatch_cached(view: object, seq: torch.Tensor, x: object, handle: object, num_sms: object, /) -> Any: ...
+def normal_dispatch_cached(
+    view: object,
+    seq: torch.Tensor,
+    x: object,
+    handle: object,
+    expert_alignment: object,
+    num_worst_tokens: object,
+    num_sms: object,
+    /,
+) -> Any: ...
 def normal_combine(
     view: object, seq: torch.Tensor, x: object, handle: object, topk_weights: object, biases: object, num_sms: object, /
 ) -> Any: ...

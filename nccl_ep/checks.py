@@ -27,7 +27,6 @@ MAX_TOPK = 32  # csrc/layout/common/shape.h
 MAX_RANKS = 2048  # csrc/layout/common/rank_mask.h
 _MAX_SECONDS = 1e9  # csrc/runtime/group.cc
 MAX_INT32 = (1 << 31) - 1
-_INT32 = range(-MAX_INT32 - 1, MAX_INT32 + 1)
 INT64 = -(1 << 63), (1 << 63) - 1
 
 _TOLD_BY_BUFFER = (RuntimeError, TimeoutError, MismatchError)
@@ -103,7 +102,7 @@ def require_one_of(known: Sequence[str], **values: object) -> None:
 def require_int32(**values: object) -> None:
     """TypeError for what is no integer, None included; ValueError for one beyond 32 bits."""
     for name, value in values.items():
-        if _integer(name, value) not in _INT32:
+        if not ~MAX_INT32 <= _integer(name, value) <= MAX_INT32:
             raise ValueError(f"{name} is {value}, beyond 32 bits")
 
 

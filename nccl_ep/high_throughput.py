@@ -24,7 +24,7 @@ from .pending import Pending
 _ops = torch.ops.nccl_ep
 _ht_dispatch, _ht_dispatch_out = _ops.ht_dispatch.default, _ops.ht_dispatch_out.default  # look-ups spared
 _ht_dispatch_packed = _C.fast_op("ht_dispatch", _ht_dispatch, packed_results=True)
-_ht_cached = _ops.ht_dispatch_cached.default
+_ht_cached, _ht_cached_out = _ops.ht_dispatch_cached.default, _ops.ht_dispatch_cached_out.default
 _ht_cached_packed = _C.fast_op("ht_dispatch_cached", _ht_cached, packed_results=True)
 _GIVEN = tuple(
     f"out's {name}" for name in ("x", "scales", "weights", "topk_idx", "row_expert", "counts", "handle", "handle")
@@ -239,9 +239,9 @@ def _cached_into(seq: torch.Tensor, out: Payload, call: tuple[Any, ...]) -> Payl
     if not isinstance(out, Payload):
         raise TypeError(f"out is a {type(out).__name__}, must be what dispatch_cached returned")
     require_on(seq, ("out's x", "out's scales"), (out.x, out.scales))
-    require_on(seq, [f"out's extra {i}" for i in range(len(out.extra))], out.extra)
-    scales = _given_scales(seq, out.scales, call[2])
-    _ops.ht_dispatch_cached_out.default(*call, [out.x, *out.extra], scales)
+    if out.extra:
+        require_on(seq, [f"out's extra {i}" for i in range(len(out.extra))], out.extra)
+    _ht_cached_out(*call, [out.x, *out.extra], _given_scales(seq, out.scales, call[2]))
     return out
 
 

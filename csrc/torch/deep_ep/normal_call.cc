@@ -125,6 +125,18 @@ PyObject* get_dispatch_layout(PyObject* const* given, Py_ssize_t count) {
 
 // ---- dispatch
 
+// expert_alignment and num_worst_tokens.
+struct Sizes {
+  int64_t alignment, worst;
+
+  explicit Sizes(PyObject* const* given)
+      : alignment(to_int(load_integer("expert_alignment", given[0]), "expert_alignment")),
+        worst(to_int(load_integer("num_worst_tokens", given[1]), "num_worst_tokens")) {
+    EP_CHECK(alignment >= 1, "expert_alignment is ", alignment, ", must be at least 1");
+    EP_CHECK(worst >= 0, "num_worst_tokens is ", worst, ": not negative, and with topk_idx only");
+  }
+};
+
 // What the caller says of a routing, and the routing.
 struct Routing {
   GivenTensor per_rank, in_rank, per_expert, topk_idx, topk_weights;
@@ -213,10 +225,7 @@ PyObject* normal_dispatch(PyObject* const* given, Py_ssize_t count) {
   require_count(count, 11);
   const Place place(given);
   const Payload payload(place, given[2]);
-  const int64_t alignment = to_int(load_integer("expert_alignment", given[8]), "expert_alignment");
-  const int64_t worst = to_int(load_integer("num_worst_tokens", given[9]), "num_worst_tokens");
-  EP_CHECK(alignment >= 1, "expert_alignment is ", alignment, ", must be at least 1");
-  EP_CHECK(worst >= 0, "num_worst_tokens is ", worst, ": not negative, and with topk_idx only");
+  const auto [alignment, worst] = Sizes(given + 8);
   const Routing routing(place, given + 3, payload.num_tokens());
   const int64_t topk = routing.topk_idx->size(1), row_bytes = payload.row_bytes();
   const int64_t max_tokens = place.tokens_that_fit(routing.num_experts, topk, row_bytes);
@@ -296,15 +305,16 @@ struct Route {
   }
 };
 
-// view, seq, x, handle, num_sms.
+// view, seq, x, handle, expert_alignment, num_worst_tokens, num_sms.
 PyObject* normal_dispatch_cached(PyObject* const* given, Py_ssize_t count) {
-  require_count(count, 5);
+  require_count(count, 7);
   const Place place(given);
   const Payload payload(place, given[2]);
+  Sizes(given + 4);  // they change nothing here
   const Route route(place, given[3]);
   const int64_t tokens = route.tokens_for(place, payload.row_bytes());
   const DispatchConfig config{{route.num_experts, route.topk, tokens, OutputLayout::kFlat},
-                              {.num_sms = to_int(load_integer("num_sms", given[4]), "num_sms")}};
+                              {.num_sms = to_int(load_integer("num_sms", given[6]), "num_sms")}};
   const GraphOutputsScope in_arena;
   const bool is_plain = payload.is_plain && route.is_plain && is_plain_thread();
   auto [rows, scales, x1, x2, x3] =

@@ -72,7 +72,7 @@ class NormalMethods(View):
         Source: DeepEP's method of that name.
         """
         made: TokenLayout = self._run(
-            functools.partial(_C.get_dispatch_layout, self, self.core._newest_seq, topk_idx, num_experts),
+            _C.get_dispatch_layout, (self, self.core._newest_seq, topk_idx, num_experts),
             (topk_idx,), previous_event, async_finish, allocate_on_comm_stream,
         )  # fmt: skip
         return made
@@ -138,33 +138,28 @@ class NormalMethods(View):
         if handle is not None:
             if topk_idx is not None or topk_weights is not None:
                 raise ValueError("topk_idx or topk_weights given with a handle: a cached dispatch moves x alone")
-            _check_sizes(expert_alignment, num_worst_tokens)
-            call: Callable[[], Any] = functools.partial(
-                _C.normal_dispatch_cached, self, self.core._newest_seq, x, handle, num_sms
-            )
-            moved: Dispatched = self._run(call, (x, handle), previous_event, async_finish, allocate_on_comm_stream)
+            moved: Dispatched = self._run(
+                _C.normal_dispatch_cached,
+                (self, self.core._newest_seq, x, handle, expert_alignment, num_worst_tokens, num_sms),
+                (x, handle), previous_event, async_finish, allocate_on_comm_stream,
+            )  # fmt: skip
             return moved
-        routing: tuple[Any, ...] = (
-            num_tokens_per_rank,
-            is_token_in_rank,
-            num_tokens_per_expert,
-            topk_idx,
-            topk_weights,
-        )
         if (topk_idx is None) != (topk_weights is None):
             raise ValueError("topk_idx and topk_weights are given together, or neither is")
+        arguments = (
+            x, num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights, expert_alignment,
+            num_worst_tokens, num_sms,
+        )  # fmt: skip
+        send = self._dispatch
         if topk_idx is None:
-            self._check_by_ranks(x, routing, expert_alignment, num_worst_tokens)
-            call = functools.partial(
-                self._dispatch_by_ranks, x, routing[0], routing[1], routing[2], expert_alignment, num_sms
-            )
-        else:
-            call = functools.partial(self._dispatch, x, routing, expert_alignment, num_worst_tokens, num_sms)
-        made = self._run(call, (x, routing), previous_event, async_finish, allocate_on_comm_stream)
-        *results, info, event = made
+            self._check_by_ranks(*arguments)
+            send = self._dispatch_by_ranks
+        made: tuple[Any, ...] = self._run(
+            send, arguments, arguments, previous_event, async_finish, allocate_on_comm_stream
+        )
         if self.on_overflow == "raise" and num_worst_tokens:
-            self._require_all_fitted(info, num_worst_tokens, event)
-        dispatched: Dispatched = (*results, event)
+            self._require_all_fitted(made[-2], num_worst_tokens, made[-1])
+        dispatched: Dispatched = made[:-2] + made[-1:]
         return dispatched
 
     def combine(
@@ -197,7 +192,7 @@ class NormalMethods(View):
         num_sms = self.num_sms if config is None else _num_sms_of(config)
         biases = None if bias is None else [each for each in biases_of(bias) if each is not None]
         made: Combined = self._run(
-            functools.partial(_C.normal_combine, self, self.core._newest_seq, x, handle, topk_weights, biases, num_sms),
+            _C.normal_combine, (self, self.core._newest_seq, x, handle, topk_weights, biases, num_sms),
             (x, topk_weights, biases, handle), previous_event, async_finish, allocate_on_comm_stream,
         )  # fmt: skip
         return made
@@ -205,13 +200,15 @@ class NormalMethods(View):
     # ---- How they run
 
     def _run(
-        self, call: Callable[[], Any], given: tuple[Any, ...], previous: Previous, is_async: bool, allocates: bool
-    ) -> Any:
-        """What ``call`` returns, of which the last is the event."""
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], given: tuple[Any, ...], previous: Previous,
+        is_async: bool, allocates: bool,
+    ) -> Any:  # fmt: skip
+        """What ``function(*arguments)`` returns, of which the last is the event. given: its tensors."""
         try:
             if previous is None and is_async is False and allocates is False:
-                return call()
+                return function(*arguments)
             _check_streams(previous, is_async, allocates)
+            call = functools.partial(function, *arguments)
             made, event = run_on_comm_stream(self, call, given, is_async, previous)
         except EpError:  # of growing
             raise
@@ -219,30 +216,27 @@ class NormalMethods(View):
             raise error_of(self, error) from error
         return *made[:-1], event
 
-    def _dispatch(
-        self, x: Rows, routing: tuple[Any, ...], alignment: int, num_worst_tokens: int, num_sms: int
-    ) -> tuple[Any, ...]:
-        """As ``dispatch`` returns, with the info tensor before the event."""
-        given: tuple[Any, ...] = (x, *routing, alignment, num_worst_tokens, num_sms)
+    def _dispatch(self, *arguments: Any) -> tuple[Any, ...]:
+        """As ``dispatch`` returns, with the info tensor before the event. arguments: as _C.normal_dispatch has them."""
         made: tuple[Any, ...] | None = None
         while made is None:  # else the window has grown, on all ranks, and nothing was sent
-            made = _C.normal_dispatch(self, self.core._newest_seq, *given)
+            made = _C.normal_dispatch(self, self.core._newest_seq, *arguments)
         return made
 
     def _dispatch_by_ranks(
-        self, x: Rows, per_rank: torch.Tensor, is_token_in_rank: torch.Tensor, per_expert: torch.Tensor, alignment: int,
-        num_sms: int,
+        self, x: Rows, per_rank: torch.Tensor, is_token_in_rank: torch.Tensor, per_expert: torch.Tensor, _ids: object,
+        _weights: object, alignment: int, _worst: int, num_sms: int,
     ) -> tuple[Any, ...]:  # fmt: skip
         """Without top-k: a rank is one expert, and the experts' counts travel as a row for each rank."""
         ranks = torch.arange(self.num_ranks, dtype=torch.int32, device=self.device)
         ids = torch.where(is_token_in_rank, ranks, -1)
         recv_x, _, _, _, handle, info, event = self._dispatch(
-            x, (per_rank, is_token_in_rank, per_rank, ids, None), 1, 0, num_sms
+            x, per_rank, is_token_in_rank, per_rank, ids, None, 1, 0, num_sms
         )
         local = per_expert.view(self.num_ranks, -1)
         counts = torch.nn.functional.pad(local, (0, -local.shape[1] % 4)).contiguous()
         one, each = torch.ones_like(ranks), torch.eye(self.num_ranks, dtype=torch.bool, device=self.device)
-        told = self._dispatch(counts, (one, each, one, ranks.unsqueeze(1), None), 1, self.num_ranks, num_sms)[0]
+        told = self._dispatch(counts, one, each, one, ranks.unsqueeze(1), None, 1, self.num_ranks, num_sms)[0]
         aligned = [-(-count // alignment) * alignment for count in told[:, : local.shape[1]].sum(0).tolist()]
         return recv_x, None, None, aligned, handle, info, event
 
@@ -342,19 +336,23 @@ class NormalMethods(View):
                 f"experts {topk_idx[token].tolist()} of {num_experts}: topk_idx is what routes"
             )
 
-    def _check_by_ranks(self, x: Rows, routing: tuple[Any, ...], alignment: int, num_worst_tokens: int) -> None:
+    def _check_by_ranks(
+        self, x: Rows, per_rank: torch.Tensor | None, is_token_in_rank: torch.Tensor | None,
+        per_expert: torch.Tensor | None, _ids: object, _weights: object, alignment: int, num_worst_tokens: int,
+        _num_sms: int,
+    ) -> None:  # fmt: skip
         """Of a dispatch without top-k."""
         require_payload(self, x)
         _check_sizes(alignment, num_worst_tokens)
         if num_worst_tokens != 0:
             raise ValueError(f"num_worst_tokens is {num_worst_tokens}: not negative, and with topk_idx only")
-        if any(each is None for each in routing[:3]):
+        if per_rank is None or is_token_in_rank is None or per_expert is None:
             raise ValueError(
                 "num_tokens_per_rank, is_token_in_rank and num_tokens_per_expert must be given without a handle: "
                 "get_dispatch_layout returns them"
             )
         rows = x[0] if isinstance(x, (tuple, list)) else x
-        self._check_layout(rows.shape[0], *routing[:3])
+        self._check_layout(rows.shape[0], per_rank, is_token_in_rank, per_expert)
         if self.num_ranks > MAX_TOPK:
             raise ValueError(f"without topk_idx at most {MAX_TOPK} ranks, these are {self.num_ranks}")
 
