@@ -45,6 +45,16 @@ def test_generated_cases_give_the_oracles_bits(part: int) -> None:
         check_case(ranks.cuda_case(seed), staged=seed % 3 == 1)
 
 
+@pytest.mark.parametrize("blocks", [2, 3])
+def test_blocks_that_send_and_receive_give_the_oracles_bits(blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As dispatches of many tokens have them on few SMs; here those of few tokens, too."""
+    monkeypatch.setenv("EP_PLAN_D", f"{blocks},5,{blocks},1,0,1,3,2,1,0")
+    for seed in range(blocks, NUM_CASES, 4):
+        case = ranks.cuda_case(seed)
+        if not str(case.quant).startswith("nvfp4"):  # its pieces have one step
+            check_case(case, staged=seed % 3 == 1)
+
+
 @pytest.mark.parametrize("part", range(4))
 def test_generated_cases_of_high_throughput_give_the_oracles_bits(part: int) -> None:
     coverage = HtCoverage()

@@ -2,7 +2,7 @@
 //
 // Rows travel in band: a slot of the receiver's window for each (source, token), full of kAbsent until words arrive.
 // Where there is much to send, some blocks only send and the others only receive: a full queue of remote stores would
-// hold up the loads of its SM.
+// hold up the loads of its SM. On few SMs all do both, as the SMs that only send would be missing.
 #pragma once
 
 #include "cuda/ll/common/ll_args.cuh"
@@ -47,7 +47,7 @@ __device__ __forceinline__ void dispatch(const LlArgs<LlDispatchParams>& args, B
   };
   Incoming<kEncoding, kSteps, kLayout> in;
   const bool computes_addr_early =
-      is_receiver && !is_leader_warp() && !is_sending && role.receiver() < args.geometry.receive_units;
+      is_receiver && !is_leader_warp() && !is_sending && role.unit_of(role.first_turn()) < role.geometry.receive_units;
   bool is_ok;
   if (is_leader_warp()) {
     is_ok = begin();
@@ -61,7 +61,7 @@ __device__ __forceinline__ void dispatch(const LlArgs<LlDispatchParams>& args, B
     is_ok = send_all(role, op, routing, out, begin);
     stamp(Stamp::kSent, peers.rank);
   } else {
-    if (computes_addr_early) in.compute_addr(role, bitmap, role.receiver());
+    if (computes_addr_early) in.compute_addr(role, bitmap, role.unit_of(role.first_turn()));
     is_ok = begin();
   }
   if (!is_ok) return store_nothing<has_expert_rows(kLayout)>(role);

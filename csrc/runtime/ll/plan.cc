@@ -11,6 +11,8 @@ namespace {
 constexpr int kFewTokens = 48;
 constexpr int kFewPieces = 48 * 28;  // of combine, 256 numbers each
 constexpr int kFewBlocks = 48;       // below, what counts is how much a sending block has under way
+// Dispatch: up to so many SMs all blocks send and receive, as what an SM stores takes the time.
+constexpr int kMostSharedSms = 40, kMostSharedHeavySms = 48, kSharedTokens = 17;
 // A warp of a combine has the loads of one piece under way at a time. Where it has this many pieces and more, and SMs
 // are few, rings of loads take less time than waits.
 constexpr int kMostStreamSms = 48, kStreamPieces = 32;
@@ -55,6 +57,13 @@ LlPlan plan_dispatch(const LlDispatchSizes& sizes, const Arch& arch) {
   // Four steps a piece where they fit the row as well as two, and there is enough to do for all warps.
   const bool fits = row_steps % 4 == 0 || row_steps % 4 == 3;
   if (!sizes.is_heavy && fits && sizes.num_tokens > 16) plan.steps = 4;
+  if (sizes.num_tokens >= kSharedTokens && num_sms <= (sizes.is_heavy ? kMostSharedHeavySms : kMostSharedSms)) {
+    plan.warps = sizes.is_heavy ? 20 : 16;
+    plan.sender_blocks = num_sms;
+    plan.sender_warps = plan.receiver_warp0 = 4;
+    plan.receiver_warps = plan.warps - plan.receiver_warp0 - 1;
+    return plan;
+  }
   plan.warps = plan.receiver_warps = sizes.is_heavy && sizes.num_tokens > kFewTokens ? 20 : 16;
   if (sizes.num_tokens <= kFewTokens) {
     plan.sender_warps = sizes.num_tokens > 16 ? 4 : 8;

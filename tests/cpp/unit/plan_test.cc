@@ -34,9 +34,11 @@ TEST(Plan, DispatchRolesAreDisjointForEverySize) {
           const LlPlan plan = plan_dispatch({tokens, wire_bytes, is_heavy}, sm_90(num_sms));
           check_roles(plan, num_sms);
           EXPECT_TRUE(plan.steps == 2 || (plan.steps == 4 && !is_heavy));
-          // Blocks that wait come after those that send, so that the grid need not be resident at once.
+          // Blocks that wait come after those that send, so that the grid need not be resident at once; or all do both.
+          const bool is_shared = tokens > 16 && num_sms <= (is_heavy ? 48 : 40);
           if (num_sms > 1) {
-            EXPECT_EQ(plan.receiver_block0, plan.sender_blocks);
+            EXPECT_EQ(plan.is_shared(), is_shared);
+            EXPECT_EQ(plan.receiver_block0, is_shared ? 0 : plan.sender_blocks);
           }
         }
       }

@@ -136,7 +136,10 @@ struct LlDispatchGeometry {
   int numbers_piece = 0;  // the piece whose warp stores the row's numbers; past the row, if there are warps to spare
   int gap_warps = 0;      // that clear_gaps() has something to do for
   int listeners = 0;      // warps of a receiving block that wait for routing, if not all do: they come last for rows
-  Divisor by_pieces;      // of a row, to send
+  // Blocks of a plan in which all send and receive, else 0; of the own rank's pieces, how many each has, and how many
+  // blocks have one more.
+  int shared_blocks = 0, own_turns = 0, own_rest = 0;
+  Divisor by_pieces;  // of a row, to send
   Divisor by_receive_pieces;
   Divisor by_others;  // ranks but this one
   Divisor by_max_tokens;
@@ -156,11 +159,17 @@ struct LlDispatchGeometry {
     g.send_units = p.num_tokens * pieces;
     const int own_rows = sends(p.phase) ? p.num_tokens : p.shape.max_tokens;
     const int rows = own_rows + p.shape.max_tokens * others;
-    const bool has_room = static_cast<int64_t>(rows) * (pieces + 1) <= plan.receivers();
+    if (plan.is_shared() && plan.blocks > 1) g.shared_blocks = plan.blocks;
+    // Where blocks are shared, pieces are numbered as they are sent.
+    const bool has_room = g.shared_blocks == 0 && static_cast<int64_t>(rows) * (pieces + 1) <= plan.receivers();
     g.numbers_piece = has_room ? pieces : 0;
     const int receive_pieces = pieces + (has_room ? 1 : 0);
     g.own_units = own_rows * receive_pieces;
     g.receive_units = rows * receive_pieces;
+    if (g.shared_blocks > 0) {
+      g.own_turns = g.own_units / g.shared_blocks;
+      g.own_rest = g.own_units % g.shared_blocks;
+    }
     g.by_receive_pieces = Divisor::of(receive_pieces);
     g.listeners = ceil_div(p.shape.num_ranks * p.shape.max_tokens, 32);
     if (g.listeners >= plan.receiver_warps) g.listeners = 0;
@@ -182,6 +191,16 @@ struct LlDispatchGeometry {
       g.out_scales = ScaleTarget::of(out);
     }
     return g;
+  }
+
+  // Shared blocks: the piece to place that is number `turn` of a block. Its own rank's come first, then those that the
+  // blocks of the same number send, for each the ranks in turn. No less than receive_units: there is none.
+  EP_HD int shared_unit(int block, int turn) const {
+    const int own = own_turns + (block < own_rest ? 1 : 0);
+    if (turn < own) return block + turn * shared_blocks;
+    const int round = by_others.divide(turn - own);
+    const int piece = block + round * shared_blocks;
+    return own_units + piece * static_cast<int>(by_others.divisor) + by_others.remainder(turn - own, round);
   }
 };
 

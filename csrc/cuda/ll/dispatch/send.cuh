@@ -18,16 +18,29 @@ struct DispatchRole : WarpRole, RailPart {
   const LsaPeers& peers;
 
   __device__ int sender() const { return warp * plan.sender_blocks + at.block; }
-  __device__ int receiver() const {
+  // Of the block's receivers.
+  __device__ int receiver_index() const {
     const int index = warp - plan.receiver_warp0 - geometry.listeners;
-    return (index < 0 ? index + plan.receiver_warps : index) * plan.receiver_blocks() + at.block - plan.receiver_block0;
+    return index < 0 ? index + plan.receiver_warps : index;
   }
-  // The first own token whose routing this warp sends; the control warp comes last.
+  __device__ int receiver() const {
+    return receiver_index() * plan.receiver_blocks() + at.block - plan.receiver_block0;
+  }
+  // The pieces that this warp places: those of its turns.
+  __device__ int first_turn() const { return geometry.shared_blocks > 0 ? receiver_index() : receiver(); }
+  __device__ int turn_step() const { return geometry.shared_blocks > 0 ? plan.receiver_warps : plan.receivers(); }
+  __device__ int unit_of(int turn) const {
+    return geometry.shared_blocks > 0 ? geometry.shared_unit(at.block, turn) : turn;
+  }
+  // Shared blocks wait for routing, so that block 0 sends all of it.
+  __device__ int routing_blocks() const { return geometry.shared_blocks > 0 ? 1 : plan.sender_blocks; }
+  // The first own token whose routing this warp sends, if there is one; the control warp comes last.
   __device__ int routing_token() const {
+    if (at.block >= routing_blocks()) return p.num_tokens;
     const int turn = warp == plan.warps - 1 ? plan.warps - 1 : plan.warps - 2 - warp;
-    return turn * plan.sender_blocks + at.block;
+    return turn * routing_blocks() + at.block;
   }
-  __device__ int routing_step() const { return plan.sender_blocks * plan.warps; }
+  __device__ int routing_step() const { return routing_blocks() * plan.warps; }
   __device__ int receiving_thread() const { return threadIdx.x - plan.receiver_warp0 * 32; }
   __device__ int receiving_threads() const { return plan.receiver_warps * 32; }
   // All of them but the leader warp, which has other things to do first.
@@ -127,8 +140,8 @@ static __device__ __noinline__ void send_rest_of_routing(const DispatchRole role
 }
 
 // Tokens go to the warps of the sending blocks, from the last warp on, as the first warps have rows to send. Blocks
-// that send have the lowest numbers, and wait for nothing except in block 0, so that blocks need not be resident
-// together.
+// that send alone have the lowest numbers, and wait for nothing except in block 0, so that blocks need not be resident
+// together; shared blocks wait for blocks of the same number, and for block 0.
 __device__ __forceinline__ void send_all_routing(const DispatchRole& role, const WarpContext& op,
                                                  const OutgoingRouting& out) {
   testing_point(Point::kBeforeRouting, op);
