@@ -45,14 +45,26 @@ def test_generated_cases_give_the_oracles_bits(part: int) -> None:
         check_case(ranks.cuda_case(seed), staged=seed % 3 == 1)
 
 
-@pytest.mark.parametrize("blocks", [2, 3])
-def test_blocks_that_send_and_receive_give_the_oracles_bits(blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+# Blocks, their warps, and which of them send and receive (csrc/cuda/launch/launch_util.h: tuned).
+SHARED = "2,5,2,1,0,1,3,2,1,0", "3,5,3,1,0,1,3,2,1,0"
+SEPARATE = "3,4,1,2,1,0,3,2,1,0"
+
+
+@pytest.mark.parametrize("plan", SHARED)
+def test_blocks_that_send_and_receive_give_the_oracles_bits(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As dispatches of many tokens have them on few SMs; here those of few tokens, too."""
-    monkeypatch.setenv("EP_PLAN_D", f"{blocks},5,{blocks},1,0,1,3,2,1,0")
-    for seed in range(blocks, NUM_CASES, 4):
+    monkeypatch.setenv("EP_PLAN_D", plan)
+    for seed in range(int(plan[0]), NUM_CASES, 4):
         case = ranks.cuda_case(seed)
         if not str(case.quant).startswith("nvfp4"):  # its pieces have one step
             check_case(case, staged=seed % 3 == 1)
+
+
+def test_blocks_that_only_send_serve_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on many SMs."""
+    monkeypatch.setenv("EP_PLAN_D", SEPARATE)
+    for number, layout in enumerate(("expert_major", "packed", "flat")):
+        check_case(ranks.wide_case(3, layout=layout, capacity=None), staged=number == 1)
 
 
 @pytest.mark.parametrize("part", range(4))

@@ -71,6 +71,12 @@ struct Masks {
   alignas(128) uint64_t heartbeat_sent_at;
   uint64_t heartbeat_seen[kMaxRanks], heartbeat_seen_at[kMaxRanks];
 
+  // Which ranks make a block of a dispatch read the routing again: those of which it and the first block decided
+  // differently, and those that it has left out since it opened, with `masked`, as it had begun to listen to them.
+  EP_HD static uint32_t differences(uint32_t mine, uint32_t first, uint32_t masked) {
+    return (mine ^ first) | (mine ^ masked);
+  }
+
   // Of the op header from `source`.
   EP_HD uint64_t* mask_word(Kind kind, int bank, int source) const {
     return headers[static_cast<int>(kind)] + (bank * num_ranks + source) * OpHeader::kWords + OpHeader::kIsMasked;

@@ -12,7 +12,10 @@ constexpr int kFewTokens = 48;
 constexpr int kFewPieces = 48 * 28;  // of combine, 256 numbers each
 constexpr int kFewBlocks = 48;       // below, what counts is how much a sending block has under way
 // Dispatch: up to so many SMs all blocks send and receive, as what an SM stores takes the time.
-constexpr int kMostSharedSms = 40, kMostSharedHeavySms = 48, kSharedTokens = 17;
+constexpr int kMostSharedSms = 40, kMostSharedHeavySms = 48;
+// With more tokens a dispatch has larger pieces and, on few SMs, shared blocks: ranks that have these have pieces of
+// one size.
+constexpr int kSmallTokens = 16;
 // A warp of a combine has the loads of one piece under way at a time. Where it has this many pieces and more, and SMs
 // are few, rings of loads take less time than waits.
 constexpr int kMostStreamSms = 48, kStreamPieces = 32;
@@ -56,8 +59,8 @@ LlPlan plan_dispatch(const LlDispatchSizes& sizes, const Arch& arch) {
   }
   // Four steps a piece where they fit the row as well as two, and there is enough to do for all warps.
   const bool fits = row_steps % 4 == 0 || row_steps % 4 == 3;
-  if (!sizes.is_heavy && fits && sizes.num_tokens > 16) plan.steps = 4;
-  if (sizes.num_tokens >= kSharedTokens && num_sms <= (sizes.is_heavy ? kMostSharedHeavySms : kMostSharedSms)) {
+  if (!sizes.is_heavy && fits && sizes.num_tokens > kSmallTokens) plan.steps = 4;
+  if (sizes.num_tokens > kSmallTokens && num_sms <= (sizes.is_heavy ? kMostSharedHeavySms : kMostSharedSms)) {
     plan.warps = sizes.is_heavy ? 20 : 16;
     plan.sender_blocks = num_sms;
     plan.sender_warps = plan.receiver_warp0 = 4;

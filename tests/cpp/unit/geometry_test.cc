@@ -458,8 +458,7 @@ bool dispatch_completes(const std::vector<LlPlan>& plans, int resident, bool rou
     is_done.emplace_back(plan.blocks);
   }
   const auto knows_routing = [&](int source) {
-    const bool by_first = geometries[source].shared_blocks > 0 && !routing_by_all;
-    const int senders = by_first ? 1 : plans[source].sender_blocks;
+    const int senders = routing_by_all ? plans[source].sender_blocks : geometries[source].routing_blocks;
     return std::all_of(has_begun[source].begin(), has_begun[source].begin() + senders, [](bool has) { return has; });
   };
   const auto can_end = [&](int rank, int block) {

@@ -3,6 +3,8 @@
 
 #include <gtest/gtest.h>
 
+#include <set>
+
 #include "arch.h"
 #include "runtime/ht/plan.h"
 
@@ -41,6 +43,22 @@ TEST(Plan, DispatchRolesAreDisjointForEverySize) {
             EXPECT_EQ(plan.receiver_block0, is_shared ? 0 : plan.sender_blocks);
           }
         }
+      }
+    }
+  }
+}
+
+// Else block i would wait for other blocks (docs/memory_model.md, forward progress).
+TEST(Plan, DispatchesThatShareBlocksHavePiecesOfOneSize) {
+  for (int num_sms = 2; num_sms <= 48; num_sms++) {
+    for (int wire_bytes : {16, 512, 2880 * 2, 7392, 14336, 65536}) {
+      for (bool is_heavy : {false, true}) {
+        std::set<int> steps;
+        for (int tokens = 0; tokens <= 600; tokens++) {
+          const LlPlan plan = plan_dispatch({tokens, wire_bytes, is_heavy}, sm_90(num_sms));
+          if (plan.is_shared()) steps.insert(plan.steps);
+        }
+        EXPECT_LE(steps.size(), 1u) << num_sms << " SMs, rows of " << wire_bytes << " bytes";
       }
     }
   }

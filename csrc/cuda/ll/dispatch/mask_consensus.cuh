@@ -75,7 +75,7 @@ class MaskConsensus {
     }
     const auto theirs = static_cast<uint32_t>(said);
     context.left_out[index] = theirs;
-    return (mine | theirs) ^ context.masked[index];
+    return Masks::differences(mine, theirs, context.masked[index]);
   }
 
   // Of ranks 32 i and following, those that had masked this one before the block waited, in this operation or in a

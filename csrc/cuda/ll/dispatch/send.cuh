@@ -32,15 +32,13 @@ struct DispatchRole : WarpRole, RailPart {
   __device__ int unit_of(int turn) const {
     return geometry.shared_blocks > 0 ? geometry.shared_unit(at.block, turn) : turn;
   }
-  // Shared blocks wait for routing, so that block 0 sends all of it.
-  __device__ int routing_blocks() const { return geometry.shared_blocks > 0 ? 1 : plan.sender_blocks; }
-  // The first own token whose routing this warp sends, if there is one; the control warp comes last.
+  // The first own token whose routing this warp sends, if there is one; the leader warp comes last.
   __device__ int routing_token() const {
-    if (at.block >= routing_blocks()) return p.num_tokens;
     const int turn = warp == plan.warps - 1 ? plan.warps - 1 : plan.warps - 2 - warp;
-    return turn * routing_blocks() + at.block;
+    if (at.block >= geometry.routing_blocks || turn >= geometry.routing_warps) return p.num_tokens;
+    return turn * geometry.routing_blocks + at.block;
   }
-  __device__ int routing_step() const { return routing_blocks() * plan.warps; }
+  __device__ int routing_step() const { return geometry.routing_blocks * geometry.routing_warps; }
   __device__ int receiving_thread() const { return threadIdx.x - plan.receiver_warp0 * 32; }
   __device__ int receiving_threads() const { return plan.receiver_warps * 32; }
   // All of them but the leader warp, which has other things to do first.
@@ -120,10 +118,12 @@ __device__ __forceinline__ void send_token_routing(const DispatchRole& role, con
 // call with all_weights sends, of all tokens of the warp: a function that it called for each would cost all calls
 // registers.
 static __device__ __noinline__ void send_rest_of_routing(const DispatchRole role, const OpContext& op, int first) {
-  OutgoingRouting out;
+  OutgoingRouting next;
+  next.load(role, first);
 #pragma unroll 1
-  for (int token = first; token < role.p.num_tokens; token += role.routing_step()) {
-    out.load(role, token);
+  while (next.token < role.p.num_tokens) {
+    OutgoingRouting out = next;
+    next.load(role, out.token + role.routing_step());  // on its way while this one is sent
     out.compute_addr(role);
     out.prepare(role);
     send_token_routing(role, WarpContext(op), out);
