@@ -27,11 +27,13 @@ __device__ __forceinline__ void dispatch(const LlArgs<LlDispatchParams>& args, B
   OutgoingRouting routing;
   out.asked = args.geometry.send_units;
   routing.token = is_sending ? role.routing_token() : p.num_tokens;
+  const bool is_drawer = is_sending && role.is_drawer();
   ptx::wait_for_prerequisites();
 
   // What a warp sends first is loaded and prepared while the epoch is loaded.
   const Opening opening = open_op(context, args, Kind::kDispatch, [&] {
     if (!is_sending) return;
+    if (is_drawer) routing.token = static_cast<int>(__shfl_sync(~0u, role.draw_token(args.state), 0));
     routing.load(role, routing.token);
     if (role.is_planned_sender()) out.load(role, role.sender());
     routing.compute_addr(role);

@@ -23,7 +23,9 @@ struct alignas(128) TicketLine {
 constexpr int kMaxTicketGroups = 64;  // counters of tickets that combine has
 
 struct alignas(128) UnitTicketLine {
-  uint32_t next;  // ticket of a group of combine's sending blocks (WorkSchedule); zero between calls
+  // Zero between calls. Of a group of combine's sending blocks (WorkSchedule), or of tokens whose routing a dispatch
+  // sends (LlDispatchGeometry).
+  uint32_t next;
 };
 
 // What the blocks of one operation of high throughput count together. Two of each kind, by the parity of the epoch: an
@@ -93,6 +95,7 @@ struct DeviceState {
   EpochLine epoch[kNumKinds];
   TicketLine ticket[kNumKinds];
   UnitTicketLine unit_tickets[kMaxTicketGroups];
+  UnitTicketLine routing_tickets;
   struct alignas(128) {
     uint32_t has_failed;  // 0, or failure_mark() of the call whose wait gave up; every wait polls it
     uint64_t timeout_ns;

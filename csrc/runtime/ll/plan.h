@@ -16,7 +16,7 @@ constexpr int kStepBytes = 32 * kLaneBytes;  // what a warp moves with one instr
 
 // In dispatch, warps are numbered across blocks: warp w of block b is worker w * blocks + b of its role. The last warp
 // of block 0 exchanges op headers with the other ranks before it does anything else. On few SMs all blocks send and
-// receive: block i what block i of the other ranks sends, and block 0 sends the routing.
+// receive: block i what block i of the other ranks sends.
 struct LlPlan {
   int blocks = 1;
   int warps = 2;          // of a block
@@ -31,7 +31,7 @@ struct LlPlan {
   bool streams = false;  // combine: rows come through rings in shared memory
 
   EP_HD int threads() const { return warps * 32; }
-  EP_HD bool is_shared() const { return sender_blocks == blocks && receiver_block0 == 0; }
+  EP_HD bool is_shared() const { return sender_blocks == blocks && receiver_block0 == 0 && blocks > 1; }
   EP_HD int senders() const { return sender_blocks * sender_warps; }
   EP_HD int receiver_blocks() const { return blocks - receiver_block0; }
   EP_HD int receivers() const { return receiver_blocks() * receiver_warps; }

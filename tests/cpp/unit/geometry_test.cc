@@ -458,8 +458,12 @@ bool dispatch_completes(const std::vector<LlPlan>& plans, int resident, bool rou
     is_done.emplace_back(plan.blocks);
   }
   const auto knows_routing = [&](int source) {
-    const int senders = routing_by_all ? plans[source].sender_blocks : geometries[source].routing_blocks;
-    return std::all_of(has_begun[source].begin(), has_begun[source].begin() + senders, [](bool has) { return has; });
+    const auto& begun = has_begun[source];
+    const auto has = [](bool each) { return each; };
+    // Tickets: whichever block is there sends all that is left.
+    const bool draws = plans[source].is_shared() && !routing_by_all;
+    if (draws) return std::any_of(begun.begin(), begun.end(), has);
+    return std::all_of(begun.begin(), begun.begin() + plans[source].sender_blocks, has);
   };
   const auto can_end = [&](int rank, int block) {
     if (block < plans[rank].receiver_block0) return true;
@@ -505,6 +509,29 @@ TEST(DispatchGeometry, EveryDispatchCompletesHoweverFewBlocksAreResident) {
   // The claims of docs/memory_model.md are needed: without them a dispatch hangs.
   EXPECT_FALSE(dispatch_completes({shared, shared}, 1, true)) << "all blocks send routing";
   EXPECT_FALSE(dispatch_completes({shared, shared_plan(11)}, 1)) << "other numbers of blocks";
+}
+
+TEST(DispatchGeometry, TicketsOfRoutingServeEveryTokenAndWrapToZero) {
+  for (const int tokens : {0, 1, 17, 100}) {
+    for (const int receiver_warps : {4, 5}) {  // with the leader warp, which draws none
+      LlDispatchParams p = some_dispatch(OutputLayout::kExpertMajor);
+      p.num_tokens = tokens;
+      LlPlan plan = shared_plan(3);
+      plan.receiver_warps = receiver_warps;
+      const LlDispatchGeometry geometry = LlDispatchGeometry::of(p, plan);
+      uint32_t counter = 0;
+      int served = 0;
+      for (int drawer = 0; drawer < 3 * 4; drawer++) {
+        for (bool has_token = true; has_token;) {
+          has_token = counter < static_cast<uint32_t>(tokens);
+          served += has_token;
+          counter = counter >= geometry.last_routing_ticket ? 0 : counter + 1;
+        }
+      }
+      EXPECT_EQ(served, tokens);
+      EXPECT_EQ(counter, 0u);
+    }
+  }
 }
 
 TEST(DispatchGeometry, NumbersOfRowsHaveWarpsOfTheirOwnWhereThereAreSome) {

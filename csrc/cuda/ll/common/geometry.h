@@ -139,9 +139,9 @@ struct LlDispatchGeometry {
   // Blocks of a plan in which all send and receive, else 0; of the own rank's pieces, how many each has, and how many
   // blocks have one more.
   int shared_blocks = 0, own_turns = 0, own_rest = 0;
-  // Blocks [0, routing_blocks) send the routing, each with so many warps. Shared blocks wait for it, so that block 0
-  // sends all of it, but for its leader warp, which has headers to exchange first.
-  int routing_blocks = 1, routing_warps = 1;
+  // Shared blocks wait for the routing. The warps that receive, of whichever block is resident, draw a ticket for each
+  // token, and one in vain. At this one the counter wraps to zero.
+  uint32_t last_routing_ticket = 0;
   Divisor by_pieces;  // of a row, to send
   Divisor by_receive_pieces;
   Divisor by_others;  // ranks but this one
@@ -162,10 +162,9 @@ struct LlDispatchGeometry {
     g.send_units = p.num_tokens * pieces;
     const int own_rows = sends(p.phase) ? p.num_tokens : p.shape.max_tokens;
     const int rows = own_rows + p.shape.max_tokens * others;
-    if (plan.is_shared() && plan.blocks > 1) g.shared_blocks = plan.blocks;
-    const bool awaits_routing = g.shared_blocks > 0 && receives(p.phase);
-    g.routing_blocks = awaits_routing ? 1 : plan.sender_blocks;
-    g.routing_warps = awaits_routing ? plan.warps - 1 : plan.warps;
+    if (plan.is_shared()) g.shared_blocks = plan.blocks;
+    const int drawers = std::min(plan.receiver_warps, plan.warps - 1 - plan.receiver_warp0);  // not the leader warp
+    g.last_routing_ticket = static_cast<uint32_t>(p.num_tokens + plan.blocks * drawers - 1);
     // Where blocks are shared, pieces are numbered as they are sent.
     const bool has_room = g.shared_blocks == 0 && static_cast<int64_t>(rows) * (pieces + 1) <= plan.receivers();
     g.numbers_piece = has_room ? pieces : 0;

@@ -300,15 +300,15 @@ __device__ __forceinline__ void receive(const DispatchRole& role, const WarpCont
   const bool is_last_block = role.at.block == role.at.num_blocks - 1;
   const bool stores_info = is_last_block && last_in_block < info_warps;
   const bool stores_rest = is_last_block && last_in_block == min(info_warps, role.plan.receiver_warps - 1);
-  int turn = ptx::opaque(role.first_turn());
+  const int first_unit = ptx::opaque(role.unit_of(role.first_turn()));
   const StartFinder starts(bitmap, role.geometry.by_alignment, kIsPacked && last_in_block == 0);
   const bool has_duties =
       ptx::opaque(stores_info || stores_rest || starts.finds || from_last < role.geometry.gap_warps);
   build_bitmap<has_expert_rows(kLayout)>(p, role.peers, op, bitmap, role.geometry.by_max_tokens,
                                          role.receiving_thread(), threads);
-  const bool has_pieces = ptx::opaque(role.unit_of(turn) < role.geometry.receive_units ? 1 : 0) != 0;
+  const bool has_pieces = ptx::opaque(first_unit < role.geometry.receive_units ? 1 : 0) != 0;
   if (has_pieces) {
-    if (!has_addr) in.compute_addr(role, bitmap, role.unit_of(turn));
+    if (!has_addr) in.compute_addr(role, bitmap, first_unit);
     in.prefetch(role, op);
   }
   if (kMasksRanks) __syncwarp();
@@ -344,6 +344,7 @@ __device__ __forceinline__ void receive(const DispatchRole& role, const WarpCont
   if (!has_pieces) return;
   if constexpr (in.kAimsAhead) in.poll(bitmap);
   in.prefetch_again(role, op);
+  int turn = role.first_turn();
 #pragma unroll 1
   while (true) {
     const ChoicePlacement<kLayout> place = in.find_place(role, bitmap);

@@ -27,18 +27,28 @@ struct DispatchRole : WarpRole, RailPart {
     return receiver_index() * plan.receiver_blocks() + at.block - plan.receiver_block0;
   }
   // The pieces that this warp places: those of its turns.
-  __device__ int first_turn() const { return geometry.shared_blocks > 0 ? receiver_index() : receiver(); }
-  __device__ int turn_step() const { return geometry.shared_blocks > 0 ? plan.receiver_warps : plan.receivers(); }
+  __device__ int first_turn() const { return plan.is_shared() ? receiver_index() : receiver(); }
+  __device__ int turn_step() const { return plan.is_shared() ? plan.receiver_warps : plan.receivers(); }
   __device__ int unit_of(int turn) const {
-    return geometry.shared_blocks > 0 ? geometry.shared_unit(at.block, turn) : turn;
+    return plan.is_shared() ? geometry.shared_unit(at.block, turn) : turn;
   }
-  // The first own token whose routing this warp sends, if there is one; the leader warp comes last.
+  // Shared blocks wait for routing. This is worked out from what has been loaded by then: a line of the kernel's
+  // parameters that is not there yet would hold up the epoch.
+  __device__ bool draws_routing() const { return plan.is_shared() && p.phase == Phase::kFused; }
+  __device__ bool is_drawer() const { return draws_routing() && is_planned_receiver() && warp != plan.warps - 1; }
+  // The first own token whose routing this warp sends without a ticket, if there is one; the leader warp comes last.
   __device__ int routing_token() const {
-    const int turn = warp == plan.warps - 1 ? plan.warps - 1 : plan.warps - 2 - warp;
-    if (at.block >= geometry.routing_blocks || turn >= geometry.routing_warps) return p.num_tokens;
-    return turn * geometry.routing_blocks + at.block;
+    if (draws_routing()) return p.num_tokens;
+    return (warp == plan.warps - 1 ? warp : plan.warps - 2 - warp) * plan.sender_blocks + at.block;
   }
-  __device__ int routing_step() const { return geometry.routing_blocks * geometry.routing_warps; }
+  // 0: the next one is drawn.
+  __device__ int routing_step() const { return draws_routing() ? 0 : plan.sender_blocks * plan.warps; }
+  // The next own token that no warp has drawn; num_tokens and more: there is none. Lane 0 has it.
+  __device__ uint32_t draw_token(DeviceState* state) const {
+    uint32_t drawn;
+    if (lane == 0) drawn = ptx::atom_inc_relaxed_gpu(&state->routing_tickets.next, geometry.last_routing_ticket);
+    return drawn;
+  }
   __device__ int receiving_thread() const { return threadIdx.x - plan.receiver_warp0 * 32; }
   __device__ int receiving_threads() const { return plan.receiver_warps * 32; }
   // All of them but the leader warp, which has other things to do first.
@@ -114,16 +124,35 @@ __device__ __forceinline__ void send_token_routing(const DispatchRole& role, con
   if (out.choice.rank < 0) report_invalid_id(p, op.context.state, out.token);
 }
 
+// Shared blocks: what is left of the routing when this warp has sent that of `token`, which it has drawn.
+static __device__ __noinline__ void send_drawn_routing(const DispatchRole role, const OpContext& op, int token) {
+  OutgoingRouting out;
+#pragma unroll 1
+  while (token < role.p.num_tokens) {
+    const uint32_t drawn = role.draw_token(op.state);
+    if (role.p.options.all_weights) {
+      const Choice choice = choice_of(role, own_id(role, token));
+      send_other_weights(WarpContext(op), role.p.offsets, role.peers, role.p.shape.topk, token, choice.rank,
+                         own_weight(role, token));
+    }
+    token = static_cast<int>(__shfl_sync(~0u, drawn, 0));
+    out.load(role, token);
+    out.compute_addr(role);
+    out.prepare(role);
+    send_token_routing(role, WarpContext(op), out);
+    __syncwarp();
+  }
+}
+
 // Token `first` and those that this warp sends after it: there are more tokens than warps. Then weights that only a
 // call with all_weights sends, of all tokens of the warp: a function that it called for each would cost all calls
 // registers.
 static __device__ __noinline__ void send_rest_of_routing(const DispatchRole role, const OpContext& op, int first) {
-  OutgoingRouting next;
-  next.load(role, first);
+  if (role.is_drawer()) return send_drawn_routing(role, op, first);
+  OutgoingRouting out;
 #pragma unroll 1
-  while (next.token < role.p.num_tokens) {
-    OutgoingRouting out = next;
-    next.load(role, out.token + role.routing_step());  // on its way while this one is sent
+  for (int token = first; token < role.p.num_tokens; token += role.routing_step()) {
+    out.load(role, token);
     out.compute_addr(role);
     out.prepare(role);
     send_token_routing(role, WarpContext(op), out);
@@ -141,7 +170,7 @@ static __device__ __noinline__ void send_rest_of_routing(const DispatchRole role
 
 // Tokens go to the warps of the sending blocks, from the last warp on, as the first warps have rows to send. Blocks
 // that send alone have the lowest numbers, and wait for nothing except in block 0, so that blocks need not be resident
-// together; shared blocks wait for blocks of the same number, and for block 0.
+// together. Warps of shared blocks that receive draw tokens until there are none, before they wait for anything.
 __device__ __forceinline__ void send_all_routing(const DispatchRole& role, const WarpContext& op,
                                                  const OutgoingRouting& out) {
   testing_point(Point::kBeforeRouting, op);
