@@ -17,7 +17,7 @@ from .errors import TimeoutError, UsageError
 from .marks import mark_memory
 
 # csrc/runtime/common/arrivals.h
-_EXPECTED, _FAILED, _HEADER, _TABLES, _MOST_BLOCKS = 0, 1, 16, 5, 65535
+_EXPECTED, _FAILED, _PLAN, _HEADER, _TABLES, _MOST_BLOCKS = 0, 1, 6, 16, 5, 65535
 _WORDS, _ROWS, _FIRST, _EXPERTS = range(4)
 
 
@@ -48,7 +48,7 @@ def announced(arrivals: Arrivals | None) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Block:
-    """A block of rows that has arrived: rows [first, first + rows) of x, as [rows, H], all of one local expert."""
+    """A block of rows: rows [first, first + rows) of x, as [rows, H], all of one local expert."""
 
     number: int
     first: int
@@ -71,9 +71,11 @@ class Arrivals:
         state: int32, the memory; csrc/runtime/common/arrivals.h has its parts.
         expected: int32 [1] what a word of the present dispatch becomes. failed: int32 [1] becomes that where the
             dispatch gives up.
+        plan: int64 [1] ``expected`` << 32 | blocks that have rows, as soon as the routing is known: before the rows.
         words: int32 [blocks] ``expected`` where all rows of the block lie at their place.
-        rows, first, experts: int32 [blocks] of a block whose word has come: how many rows it has, the first of them as
-            a row of x seen as [rows, H], and their local expert (-1: no rows).
+        rows, first, experts: int32 [blocks] of all blocks of the output once ``plan`` has come, and of a block whose
+            word has come: how many rows it has, the first of them as a row of x seen as [rows, H], and their local
+            expert (-1: no rows).
         order: int64 [blocks] the blocks in the order in which they arrived: ``expected`` << 32 | block. Blocks without
             rows stand last.
     """
@@ -97,6 +99,7 @@ class Arrivals:
         tables = self.state[_HEADER : _HEADER + _TABLES * blocks].view(_TABLES, blocks)
         self.expected = self.state[_EXPECTED : _EXPECTED + 1]
         self.failed = self.state[_FAILED : _FAILED + 1]
+        self.plan = self.state[_PLAN : _PLAN + 2].view(torch.int64)
         self.words, self.rows, self.first, self.experts = (tables[each] for each in (_WORDS, _ROWS, _FIRST, _EXPERTS))
         self.order = self.state[order_at:].view(torch.int64)
         self._told = 0  # of ``failed``
@@ -139,6 +142,17 @@ class Arrivals:
             self._told = failed
             raise TimeoutError(f"dispatch {failed} with these arrivals, or a consumer of its rows, has given up")
 
+    def await_plan(
+        self, timeout: float = 60.0, *, blocks: int | None = None, expected: int | None = None
+    ) -> list[Block]:
+        """All blocks that have rows, by their numbers, on CPU ranks: as soon as they are known, before the rows come.
+
+        Arguments and errors are those of ``await_blocks``. A consumer on the GPU has ``wait_plan``.
+        """
+        known, expected = self._require_wait(timeout, blocks, expected)
+        self._await(self.plan, 0, expected, timeout, "the plan of blocks did not come")
+        return [block for number in range(known) if (block := self._block(number)).rows > 0]
+
     def await_blocks(
         self, timeout: float = 60.0, *, blocks: int | None = None, expected: int | None = None
     ) -> Iterator[Block]:
@@ -154,29 +168,39 @@ class Arrivals:
         Raises: TimeoutError, where no further block comes in ``timeout`` seconds or the dispatch gives up; ValueError,
         TypeError, with the value; UsageError on a GPU.
         """
+        return self._arrived(timeout, *self._require_wait(timeout, blocks, expected))
+
+    def _arrived(self, timeout: float, blocks: int, expected: int) -> Iterator[Block]:
+        for place in range(blocks):
+            number = self._await(
+                self.order, place, expected, timeout, f"block {place} in the order of arrivals did not come"
+            )
+            block = self._block(number)
+            if block.rows == 0:
+                return
+            yield block
+
+    def _require_wait(self, timeout: float, blocks: int | None, expected: int | None) -> tuple[int, int]:
+        """The blocks and the ``expected`` of a wait of the host."""
         require_timeout(timeout=timeout)
         require_within(0, self.blocks, blocks=self.blocks if blocks is None else blocks)
         require_integers(expected=expected)
         if self.buffer.device.type != "cpu":
             raise UsageError(
-                f"await_blocks is for CPU ranks, and the buffer is on {self.buffer.device}: consumers there wait by "
-                "nccl_ep.triton or nccl_ep_signals.cuh"
+                f"await_blocks and await_plan are for CPU ranks, and the buffer is on {self.buffer.device}: consumers "
+                "there wait by nccl_ep.triton or nccl_ep_signals.cuh"
             )
-        return self._arrived(timeout, self.blocks if blocks is None else blocks, expected)
+        return self.blocks if blocks is None else blocks, int(self.expected) if expected is None else expected
 
-    def _arrived(self, timeout: float, blocks: int, expected: int | None) -> Iterator[Block]:
-        order, state = self.order.numpy(), self.state.numpy()
+    def _await(self, words: torch.Tensor, place: int, expected: int, timeout: float, missing: str) -> int:
+        """The low half of a word whose high half is ``expected``."""
+        seen, state = words.numpy(), self.state.numpy()
         end = time.monotonic() + timeout
-        if expected is None:
-            expected = int(state[_EXPECTED])
-        rows, first, experts = self.rows.numpy(), self.first.numpy(), self.experts.numpy()
-        for place in range(blocks):
-            while int(order[place]) >> 32 != expected:
-                if int(state[_FAILED]) == expected or time.monotonic() > end:
-                    raise TimeoutError(f"block {place} in the order of arrivals did not come")
-                time.sleep(2e-5)
-            number = int(order[place]) & 0xFFFFFFFF
-            if rows[number] == 0:
-                return
-            yield Block(number, int(first[number]), int(rows[number]), int(experts[number]))
-            end = time.monotonic() + timeout
+        while int(seen[place]) >> 32 != expected:
+            if int(state[_FAILED]) == expected or time.monotonic() > end:
+                raise TimeoutError(missing)
+            time.sleep(2e-5)
+        return int(seen[place]) & 0xFFFFFFFF
+
+    def _block(self, number: int) -> Block:
+        return Block(number, int(self.first[number]), int(self.rows[number]), int(self.experts[number]))

@@ -56,8 +56,15 @@ class Consumer:
         tensors = [out.x] if out.scales is None else [out.x, out.scales]
         self.tensors = [each.view(-1, each.shape[-1]) for each in tensors]
         self.seen: list[tuple[Block, list[torch.Tensor]]] = []
+        self.planned: list[Block] = []
         self.error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run)
+        self._threads = [threading.Thread(target=each) for each in (self._plan, self._run)]
+
+    def _plan(self) -> None:
+        try:
+            self.planned = self.arrivals.await_plan(WAIT, blocks=self.blocks, expected=self.expected)
+        except BaseException as error:
+            self.error = error
 
     def _run(self) -> None:
         try:
@@ -68,11 +75,13 @@ class Consumer:
             self.error = error
 
     def __enter__(self) -> Consumer:
-        self._thread.start()
+        for each in self._threads:
+            each.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._thread.join()
+        for each in self._threads:
+            each.join()
 
     def check(self, out: nccl_ep.DispatchOutput, where: str) -> None:
         assert self.error is None, where
@@ -87,6 +96,9 @@ class Consumer:
         state, arrivals = self.arrivals.expected, self.arrivals
         blocks = [block.number for block, _ in self.seen]
         assert len(set(blocks)) == len(blocks), where
+        by_number = sorted((block for block, _ in self.seen), key=lambda block: block.number)
+        assert self.planned == by_number, f"{where}: the plan of blocks was announced before it was complete"
+        assert int(arrivals.plan) == int(state) << 32 | len(blocks), where
         assert (arrivals.words[blocks] == state).all(), where
 
 
@@ -158,6 +170,8 @@ def watch_turns(
         for tensor in (out.x, out.scales):
             if tensor is not None:
                 tensor.view(torch.uint8).fill_(POISON)
+        for table in (arrivals.rows, arrivals.first, arrivals.experts):
+            table.fill_(-POISON)
         with Consumer(arrivals, out, blocks, turn + 1) as consumer:
             out = dispatch_into(case, buffer, mode, out, arrivals)
         want.check_dispatch(out, buffer.rank)
@@ -282,6 +296,7 @@ def test_a_dead_rank_ends_the_wait_of_a_consumer(mode: str) -> None:
                 case.send(buffer, mode=mode, arrivals=arrivals)
                 buffer.check()  # on GPUs the call has returned
             assert isinstance(consumer.error, nccl_ep.TimeoutError)
+            assert not consumer.planned
             assert arrivals.has_failed()
             with pytest.raises(nccl_ep.TimeoutError, match="dispatch 1 with these arrivals"):
                 arrivals.check()

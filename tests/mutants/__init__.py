@@ -305,6 +305,20 @@ MUTANTS = (
         emulated="tests/api/test_arrivals.py::test_words_come_behind_their_rows[ll-3-repeated experts]",
     ),
     Mutant(
+        "arrivals_gpu_plan_no_fence", "kernels, arrivals", "csrc/cuda/ht/dispatch/receive.cuh",
+        old="  __threadfence();\n  __syncwarp();\n  blocks = ",
+        new="  blocks = ",
+        breaks="no fence stands between what a high-throughput dispatch knows of the blocks and the word that tells so",
+        emulated="tests/api/test_arrivals.py::test_words_come_behind_their_rows[ht-3-dropped rows]",
+    ),
+    Mutant(
+        "arrivals_plan_early", "arrivals", "csrc/cpu/common/arrivals.h",
+        old="    back_ = arrivals_.blocks_of(output);\n",
+        new="    back_ = arrivals_.blocks_of(output), store(arrivals_.plan(), Arrivals::told(expected_, back_));\n",
+        breaks="the plan of blocks is announced before it is made",
+        test="tests/api/test_arrivals.py::test_words_come_behind_their_rows[ll-3-dropped rows]",
+    ),
+    Mutant(
         "signals_of_one_row", "row signals", "csrc/cpu/ht/combine.cc",
         old="if (p_.signals.counters != nullptr) exchange_.await_row",
         new="if (p_.signals.counters != nullptr && !sum_.has_term()) exchange_.await_row",

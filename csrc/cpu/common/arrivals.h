@@ -25,6 +25,7 @@ class CpuArrivals {
       start = next;
     }
     if (output.layout == OutputLayout::kPacked) plan(-1, start, output.capacity, 0);
+    store(arrivals_.plan(), Arrivals::told(expected_, back_));
   }
   // All of a row lies at its place.
   void place(int32_t row) {
@@ -54,7 +55,7 @@ class CpuArrivals {
   }
   void announce(int block, int place) {
     store(arrivals_.entry(Arrivals::kWords, block), expected_);
-    store(arrivals_.order(place), static_cast<int64_t>(expected_) << 32 | block);
+    store(arrivals_.order(place), Arrivals::told(expected_, block));
   }
 
   const Arrivals arrivals_;

@@ -25,7 +25,7 @@ static __device__ __noinline__ void announce_block(const Arrivals arrivals, cons
   const int front = static_cast<int>(before & 0xFFFF), back = static_cast<int>(before >> 16);
   if (front + back + 1 == all) atomicExch(drawn, 0u);
   ptx::st_relaxed_gpu(reinterpret_cast<uint64_t*>(arrivals.order(is_empty ? all - 1 - back : front)),
-                      static_cast<uint64_t>(static_cast<uint32_t>(expected)) << 32 | static_cast<uint32_t>(block));
+                      static_cast<uint64_t>(Arrivals::told(expected, block)));
 }
 
 // A thread has stored `units` more of the block, or knows that -units are to come. Whoever brings the count to 0 has
@@ -48,9 +48,9 @@ __device__ __noinline__ void count_rows_arrived(const Params& p, int32_t row) {
   __syncwarp();
 }
 
-// A lane knows how many rows an expert has, each of so many units.
-static __device__ __noinline__ void plan_expert(const Arrivals arrivals, const OutputShape output, int expert,
-                                                int64_t start, int64_t next, int kept, int units) {
+// A lane knows how many rows an expert has, each of so many units. How many blocks have rows.
+static __device__ __noinline__ int plan_expert(const Arrivals arrivals, const OutputShape output, int expert,
+                                               int64_t start, int64_t next, int kept, int units) {
   arrivals.for_blocks_of(output, expert, start, next, kept, [&](const Arrivals::Block& block) {
     *arrivals.entry(Arrivals::kRows, block.number) = block.rows;
     *arrivals.entry(Arrivals::kFirst, block.number) = block.first;
@@ -62,6 +62,15 @@ static __device__ __noinline__ void plan_expert(const Arrivals arrivals, const O
       announce_block(arrivals, output, block.number, true);
     }
   });
+  return ceil_div(kept, arrivals.rows_per_block);
+}
+
+// A thread, when all experts are planned; those who did it have called __threadfence() since, and it knows of them by a
+// chain of atomics or barriers.
+__device__ __forceinline__ void announce_plan(const Arrivals& arrivals, int blocks) {
+  __threadfence();
+  ptx::st_relaxed_gpu(reinterpret_cast<uint64_t*>(arrivals.plan()),
+                      static_cast<uint64_t>(Arrivals::told(expected_of(arrivals), blocks)));
 }
 
 // Of a packed output: what no expert has.

@@ -18,20 +18,29 @@ struct Arrivals {
 
   // Header. kExpected: what the words of this operation become; the caller counts it up before. kFailed: becomes that
   // where the operation gives up. kDrawn: places of the order that are taken. kClock: 64 bits, the consumers' own.
-  enum Word : int { kExpected = 0, kFailed = 1, kDrawn = 2, kClock = 4, kHeader = 16 };
+  // kPlan: 64 bits, how many blocks have rows, and behind it kExpected once kRows, kFirst and kExperts of all are
+  // there.
+  enum Word : int { kExpected = 0, kFailed = 1, kDrawn = 2, kClock = 4, kPlan = 6, kHeader = 16 };
   // Tables. kWords: kExpected once all rows of the block lie at their place. kRows, kFirst, kExperts: of a block whose
-  // word has come, how many rows it has, the first of them, and their expert. kMissing: rows that have come less those
-  // that are to come; 0 between operations.
+  // word has come, and of all once kPlan has: how many rows it has, the first of them, and their expert. kMissing: rows
+  // that have come less those that are to come; 0 between operations.
   enum Table : int { kWords = 0, kRows = 1, kFirst = 2, kExperts = 3, kMissing = 4, kTables = 5 };
   static constexpr int kMostBlocks = 65535;
 
   EP_HD int32_t* header(Word word) const { return state + word; }
   EP_HD int32_t* entry(Table table, int block) const { return state + kHeader + table * blocks + block; }
+  EP_HD int64_t* plan() const { return reinterpret_cast<int64_t*>(header(kPlan)); }
   // Entry of the order: the block, and behind it kExpected. Blocks without rows stand last.
   EP_HD int64_t* order(int place) const {
     return reinterpret_cast<int64_t*>(state + kHeader + align_up(kTables * blocks, 2)) + place;
   }
   static int64_t words_for(int64_t blocks) { return kHeader + align_up<int64_t>(kTables * blocks, 2) + 2 * blocks; }
+
+  // A word that tells `value` of the operation in which words become `expected`.
+  EP_HD static int64_t told(int32_t expected, int value) {
+    return static_cast<int64_t>(static_cast<uint64_t>(static_cast<uint32_t>(expected)) << 32 |
+                                static_cast<uint32_t>(value));
+  }
 
   EP_HD int per_expert(const OutputShape& output) const {
     return static_cast<int>((output.capacity + rows_per_block - 1) / rows_per_block);

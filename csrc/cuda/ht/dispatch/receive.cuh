@@ -265,13 +265,18 @@ __device__ __forceinline__ void plan_arrivals(const ReceiveRole& role) {
   const OutputShape& output = p.output;
   if (p.arrivals.state == nullptr) return;
   const bool is_packed = output.layout == OutputLayout::kPacked;
+  int blocks = 0;
 #pragma unroll 1
   for (int e = role.lane; e < output.local_experts; e += 32) {
     const int start = is_packed ? role.tables.start[e] : 0, next = is_packed ? role.tables.start[e + 1] : 0;
     const auto kept = static_cast<int>(output.kept(start, max(p.handle.expert_counts[e], 0)));
-    plan_expert(p.arrivals, output, e, start, next, kept, 1);
+    blocks += plan_expert(p.arrivals, output, e, start, next, kept, 1);
     if (e + 1 == output.local_experts) plan_rest(p.arrivals, output, next);
   }
+  __threadfence();
+  __syncwarp();
+  blocks = __reduce_add_sync(~0u, blocks);
+  if (role.lane == 0) announce_plan(p.arrivals, blocks);
   __syncwarp();
 }
 

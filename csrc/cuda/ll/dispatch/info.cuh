@@ -138,7 +138,7 @@ __device__ __forceinline__ void store_info(const LlDispatchParams& p, const OpCo
   const OutputShape& output = p.output;
   const int lane = lane_id(), first = index * 32 + lane;
   const uint32_t failure = ptx::ld_relaxed_gpu(&op.state->failure_flag.has_failed);  // then nothing counts
-  int dropped = 0, total = 0;
+  int dropped = 0, total = 0, blocks = 0;
 #pragma unroll 1
   for (int bin = first; bin < output.bins(); bin += warps * 32) {
     int demand = demand_of<kLayout>(p, bitmap, bin);
@@ -157,25 +157,36 @@ __device__ __forceinline__ void store_info(const LlDispatchParams& p, const OpCo
       if (has_failed) {  // blocks without rows would end a consumer as if all had come
         tell_failure(p.arrivals);
       } else {
-        plan_expert(p.arrivals, output, bin, start, next, kept, units);
+        blocks += plan_expert(p.arrivals, output, bin, start, next, kept, units);
         if (bin + 1 == output.bins()) plan_rest(p.arrivals, output, next);
       }
     }
     if (p.recv_stats != nullptr) p.recv_stats[bin] += kept;
     if (has_expert_rows(kLayout) && p.layout_range != nullptr) store_ranges(p, bitmap, bin, has_failed);
   }
-  if constexpr (kAnnouncesRows) __syncwarp();  // plan_expert() leaves the lanes diverged
+  if constexpr (kAnnouncesRows) {
+    __threadfence();
+    __syncwarp();  // plan_expert() leaves the lanes diverged
+    blocks = __reduce_add_sync(~0u, blocks);
+  }
   dropped = __reduce_add_sync(~0u, dropped);
   total = __reduce_add_sync(~0u, total);
   if (lane != 0) return;
   if (warps > 1) {
     atomicAdd(&bitmap.total(RoutingBitmap::kDropped), dropped);
     atomicAdd(&bitmap.total(RoutingBitmap::kKept), total);
+    if constexpr (kAnnouncesRows) atomicAdd(&bitmap.total(RoutingBitmap::kBlocks), blocks);
     __threadfence_block();
     if (atomicAdd(&bitmap.total(RoutingBitmap::kInfoWarps), 1) != warps - 1) return;
     __threadfence_block();
     dropped = atomicAdd(&bitmap.total(RoutingBitmap::kDropped), 0);
     total = atomicAdd(&bitmap.total(RoutingBitmap::kKept), 0);
+    if constexpr (kAnnouncesRows) blocks = atomicAdd(&bitmap.total(RoutingBitmap::kBlocks), 0);
+  }
+  // A warp that has seen a failure has planned nothing, and this one sees it, too.
+  if (kAnnouncesRows && has_expert_rows(kLayout) && p.arrivals.state != nullptr &&
+      ptx::ld_relaxed_gpu(&op.state->failure_flag.has_failed) == 0) {
+    announce_plan(p.arrivals, blocks);
   }
   p.info[output.overflow_at()] = dropped;
   p.info[output.total_at()] = total;

@@ -17,7 +17,7 @@ struct RoutingBitmap {
   // Of the memory and of the first bin's bits, in registers, so that nothing computes them after a wait for routing.
   ptx::SharedAddress address, bits_address;
 
-  enum Total { kMostTokens, kDuplicates, kKept, kDropped, kInfoWarps, kNumTotals };
+  enum Total { kMostTokens, kDuplicates, kKept, kDropped, kBlocks, kInfoWarps, kNumTotals };
   static_assert(kNumTotals <= RoutingBitmapShape::kIdsAt);
 
   __device__ __forceinline__ RoutingBitmap(char* shared, const RoutingBitmapShape& a_shape)
