@@ -105,7 +105,8 @@ def dispatch_numbers(*given: Any) -> tuple[Mode, Layout, int, int, Numbers]:
 
 def cached_numbers(handle: Handle, quant: QuantName | None, zero_padding: bool, num_sms: int) -> Numbers:
     """The config of a dispatch along the routes of ``handle``."""
-    numbers: Numbers = _of_library("cached_numbers", (*_routing(handle), quant, zero_padding, num_sms))
+    given = (*_routing(handle), quant, zero_padding, num_sms)
+    numbers: Numbers = _of_library("cached_numbers", given) if is_dynamo_compiling() else _C.cached_numbers(*given)
     return numbers
 
 

@@ -143,15 +143,15 @@ def dispatch_cached(
 
     Source: DeepEP's ``dispatch(handle=)``, NCCL EP's dispatch with ``pass_direction`` BWD.
     """
-    call = _CachedCall.of(x, handle, extra, scales, quant, zero_padding, num_sms, arrivals)
+    buffer, args = _cached_args(x, handle, extra, scales, quant, zero_padding, num_sms, arrivals)
     try:
-        if arrivals is None:
-            return call.run(out)
-        arrivals.begin()
-        with announced(arrivals):
-            return call.run(out)
+        if arrivals is not None:
+            arrivals.begin()
+            with announced(arrivals):
+                return _run_cached(args, out, quant)
+        return _run_cached(args, out, quant)
     except RuntimeError as error:
-        raise error_of(call.buffer, error) from error
+        raise error_of(buffer, error) from error
 
 
 def dispatch_cached_send(
@@ -171,68 +171,59 @@ def dispatch_cached_send(
 
     Raises: as ``dispatch_cached``.
     """
-    call = _CachedCall.of(x, handle, extra, scales, quant, zero_padding, num_sms, arrivals)
+    buffer, args = _cached_args(x, handle, extra, scales, quant, zero_padding, num_sms, arrivals)
 
     def send() -> tuple[torch.Tensor, ...]:
         with announced(arrivals):
-            return call.send()
+            made: tuple[torch.Tensor, ...] = (_ht_cached if is_dynamo_compiling() else _ht_cached_packed)(*args)
+            return made
 
     if arrivals is not None:
         arrivals.begin()
     inputs = (x, scales, handle.tensor, handle.slots, *extra)
     try:
-        received, event = run_on_comm_stream(call.buffer, send, inputs, True)
+        received, event = run_on_comm_stream(buffer, send, inputs, True)
     except RuntimeError as error:
-        raise error_of(call.buffer, error) from error
-    return Pending(lambda: call.payload(received), event, is_early=arrivals is not None)
+        raise error_of(buffer, error) from error
+    return Pending(lambda: _payload(received, args, quant), event, is_early=arrivals is not None)
 
 
-@dataclass(slots=True, eq=False)
-class _CachedCall:
-    """A cached dispatch, checked. args: of the op. buffer: None where a compiler traces."""
-
-    buffer: Buffer | None
-    args: tuple[Any, ...]
-    num_extra: int
-    has_scales: bool
-
-    @staticmethod
-    def of(
-        x: torch.Tensor,
-        handle: Handle,
-        extra: Sequence[torch.Tensor],
-        scales: torch.Tensor | None,
-        quant: QuantName | None,
-        zero_padding: bool,
-        num_sms: int,
-        arrivals: Arrivals | None,
-    ) -> _CachedCall:
-        require_handle(handle)
+def _cached_args(
+    x: torch.Tensor,
+    handle: Handle,
+    extra: Sequence[torch.Tensor],
+    scales: torch.Tensor | None,
+    quant: QuantName | None,
+    zero_padding: bool,
+    num_sms: int,
+    arrivals: Arrivals | None,
+) -> tuple[Buffer | None, tuple[Any, ...]]:
+    """A cached dispatch, checked: the buffer, None where a compiler traces, and the arguments of the op."""
+    require_handle(handle)
+    if x is None:
         require_tensors(x=x)
-        buffer, slots = ht_handle(handle)
-        seq = handle.seq
-        if arrivals is not None and buffer is not None:
-            require_arrivals(arrivals, buffer)
-        require_on(seq, ("x", "scales", "handle", "handle"), (x, scales, handle.tensor, slots))
-        if type(extra) is not tuple or extra:
-            require_extras(seq, extra)
-        args = (
-            seq, [x, *extra], scales, handle.tensor, slots, handle.num_tokens, handle.capacity,
-            cached_numbers(handle, quant, zero_padding, num_sms),
-        )  # fmt: skip
-        return _CachedCall(buffer, args, len(extra), scales is not None or quant is not None)
+    buffer, slots = ht_handle(handle)
+    seq = handle.seq
+    if arrivals is not None and buffer is not None:
+        require_arrivals(arrivals, buffer)
+    require_on(seq, ("x", "scales", "handle", "handle"), (x, scales, handle.tensor, slots))
+    if type(extra) is not tuple or extra:
+        require_extras(seq, extra)
+    numbers = cached_numbers(handle, quant, zero_padding, num_sms)
+    return buffer, (seq, [x, *extra], scales, handle.tensor, slots, handle.num_tokens, handle.capacity, numbers)
 
-    def run(self, out: Payload | None) -> Payload:
-        return self.payload(self.send()) if out is None else _cached_into(self.args[0], out, self.args)
 
-    def send(self) -> tuple[torch.Tensor, ...]:
-        """What the op returns."""
-        made: tuple[torch.Tensor, ...] = (_ht_cached if is_dynamo_compiling() else _ht_cached_packed)(*self.args)
-        return made
+def _run_cached(args: tuple[Any, ...], out: Payload | None, quant: QuantName | None) -> Payload:
+    if out is not None:
+        return _cached_into(args[0], out, args)
+    return _payload((_ht_cached if is_dynamo_compiling() else _ht_cached_packed)(*args), args, quant)
 
-    def payload(self, received: tuple[torch.Tensor, ...]) -> Payload:
-        moved, scales, *extra = received
-        return Payload(moved, scales if self.has_scales else None, tuple(extra[: self.num_extra]))
+
+def _payload(received: tuple[torch.Tensor, ...], args: tuple[Any, ...], quant: QuantName | None) -> Payload:
+    """What the op returns, without tensors that nobody asked for."""
+    moved, scales, *extra = received
+    has_scales = args[2] is not None or quant is not None
+    return Payload(moved, scales if has_scales else None, tuple(extra[: len(args[1]) - 1]))
 
 
 def _cached_into(seq: torch.Tensor, out: Payload, call: tuple[Any, ...]) -> Payload:
