@@ -2,7 +2,8 @@
 //
 // Rows travel in band: a slot of the receiver's window for each (source, token), full of kAbsent until words arrive.
 // Where there is much to send, some blocks only send and the others only receive: a full queue of remote stores would
-// hold up the loads of its SM. On few SMs all do both, as the SMs that only send would be missing.
+// hold up the loads of its SM. On few SMs, or with many tokens, all do both, as the SMs that only send would be
+// missing.
 #pragma once
 
 #include "cuda/ll/common/ll_args.cuh"
@@ -13,6 +14,7 @@ inline namespace EP_KERNELS {
 
 template <Encoding kEncoding, DType kType, int kSteps, OutputLayout kLayout>
 __device__ __forceinline__ void dispatch(const LlArgs<LlDispatchParams>& args, BlockPosition at, char* shared) {
+  constexpr bool kShares = kCanShare<kEncoding, kSteps>;
   const LlDispatchParams& p = args.params;
   const LlPlan& plan = args.plan;
   const LsaPeers& peers = args.peers;
@@ -26,8 +28,8 @@ __device__ __forceinline__ void dispatch(const LlArgs<LlDispatchParams>& args, B
   Outgoing<kEncoding, kType, kSteps> out;
   OutgoingRouting routing;
   out.asked = args.geometry.send_units;
-  routing.token = is_sending ? role.routing_token() : p.num_tokens;
-  const bool is_drawer = is_sending && role.is_drawer();
+  routing.token = is_sending ? role.routing_token<kShares>() : p.num_tokens;
+  const bool is_drawer = is_sending && role.is_drawer<kShares>();
   ptx::wait_for_prerequisites();
 
   // What a warp sends first is loaded and prepared while the epoch is loaded.
@@ -49,7 +51,7 @@ __device__ __forceinline__ void dispatch(const LlArgs<LlDispatchParams>& args, B
   };
   Incoming<kEncoding, kSteps, kLayout> in;
   const bool computes_addr_early =
-      is_receiver && !is_leader_warp() && !is_sending && role.unit_of(role.first_turn()) < role.geometry.receive_units;
+      is_receiver && !is_leader_warp() && !is_sending && role.unit_of<kShares>(0, 0) < args.geometry.receive_units;
   bool is_ok;
   if (is_leader_warp()) {
     is_ok = begin();
@@ -57,13 +59,13 @@ __device__ __forceinline__ void dispatch(const LlArgs<LlDispatchParams>& args, B
     if (receives(p.phase)) advance_epoch(args, opening, Kind::kDispatch, at);
     if (is_ok && is_sending) {
       testing_point(Point::kBeforeRouting, op);
-      send_rest_of_routing(role, op, role.routing_token());
+      send_rest_of_routing<kShares>(role, op, role.routing_token<kShares>());
     }
   } else if (is_sending) {
     is_ok = send_all(role, op, routing, out, begin);
     stamp(Stamp::kSent, peers.rank);
   } else {
-    if (computes_addr_early) in.compute_addr(role, bitmap, role.unit_of(role.first_turn()));
+    if (computes_addr_early) in.compute_addr(role, bitmap, role.unit_of<kShares>(0, 0));
     is_ok = begin();
   }
   if (!is_ok) return store_nothing<has_expert_rows(kLayout)>(role);

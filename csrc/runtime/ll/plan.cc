@@ -1,6 +1,7 @@
 #include "runtime/ll/plan.h"
 
 #include <algorithm>
+#include <climits>
 
 #include "base/check.h"
 
@@ -11,15 +12,25 @@ namespace {
 constexpr int kFewTokens = 48;
 constexpr int kFewPieces = 48 * 28;  // of combine, 256 numbers each
 constexpr int kFewBlocks = 48;       // below, what counts is how much a sending block has under way
-// Dispatch: up to so many SMs all blocks send and receive, as what an SM stores takes the time.
-constexpr int kMostSharedSms = 40, kMostSharedHeavySms = 48;
 // With more tokens a dispatch has larger pieces and, on few SMs, shared blocks: ranks that have these have pieces of
 // one size.
 constexpr int kSmallTokens = 16;
+// Dispatch: from so many tokens on, up to so many SMs (heavy: of rows that are converted or the caller's), all blocks
+// send and receive, as what an SM stores takes the time. Measured with 17, 32, 64, 128, 256 and 512 tokens.
+constexpr struct {
+  int tokens, sms, heavy_sms;
+} kShared[] = {{256, 96, INT_MAX}, {128, 32, 80}, {kFewTokens + 1, 24, 40}, {kSmallTokens + 1, 40, 48}};
 // A warp of a combine has the loads of one piece under way at a time. Where it has this many pieces and more, and SMs
 // are few, rings of loads take less time than waits.
 constexpr int kMostStreamSms = 48, kStreamPieces = 32;
 constexpr int kSliceBytes = 32 * kStepBytes;  // of a row channel of a link: what keeps the warps of a block busy
+
+int most_shared_sms(int tokens, bool is_heavy) {
+  for (const auto& from : kShared) {
+    if (tokens >= from.tokens) return is_heavy ? from.heavy_sms : from.sms;
+  }
+  return 0;
+}
 
 // Blocks that only send, the lowest ones: a quarter fills the links, the rest have the copying to do.
 int sender_share(int blocks, int share_of_132) { return std::clamp((blocks * share_of_132 + 66) / 132, 1, blocks - 1); }
@@ -60,7 +71,7 @@ LlPlan plan_dispatch(const LlDispatchSizes& sizes, const Arch& arch) {
   // Four steps a piece where they fit the row as well as two, and there is enough to do for all warps.
   const bool fits = row_steps % 4 == 0 || row_steps % 4 == 3;
   if (!sizes.is_heavy && fits && sizes.num_tokens > kSmallTokens) plan.steps = 4;
-  if (sizes.num_tokens > kSmallTokens && num_sms <= (sizes.is_heavy ? kMostSharedHeavySms : kMostSharedSms)) {
+  if (can_share_blocks(sizes.is_heavy, plan.steps) && num_sms <= most_shared_sms(sizes.num_tokens, sizes.is_heavy)) {
     plan.warps = sizes.is_heavy ? 20 : 16;
     plan.sender_blocks = num_sms;
     plan.sender_warps = plan.receiver_warp0 = 4;

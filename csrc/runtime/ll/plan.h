@@ -14,9 +14,13 @@ namespace ep {
 constexpr int kLaneBytes = 16;
 constexpr int kStepBytes = 32 * kLaneBytes;  // what a warp moves with one instruction
 
+// Whether a dispatch kernel serves blocks that all send and receive. Those that move few bytes a piece and convert none
+// do not: they are for few tokens, where instructions count.
+EP_HD constexpr bool can_share_blocks(bool is_heavy, int steps) { return is_heavy || steps > 2; }
+
 // In dispatch, warps are numbered across blocks: warp w of block b is worker w * blocks + b of its role. The last warp
-// of block 0 exchanges op headers with the other ranks before it does anything else. On few SMs all blocks send and
-// receive: block i what block i of the other ranks sends.
+// of block 0 exchanges op headers with the other ranks before it does anything else. Blocks of which all send and
+// receive are shared: block i receives what block i of the other ranks sends.
 struct LlPlan {
   int blocks = 1;
   int warps = 2;          // of a block

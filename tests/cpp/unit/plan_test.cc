@@ -37,15 +37,30 @@ TEST(Plan, DispatchRolesAreDisjointForEverySize) {
           check_roles(plan, num_sms);
           EXPECT_TRUE(plan.steps == 2 || (plan.steps == 4 && !is_heavy));
           // Blocks that wait come after those that send, so that the grid need not be resident at once; or all do both.
-          const bool is_shared = tokens > 16 && num_sms <= (is_heavy ? 48 : 40);
           if (num_sms > 1) {
-            EXPECT_EQ(plan.is_shared(), is_shared);
-            EXPECT_EQ(plan.receiver_block0, is_shared ? 0 : plan.sender_blocks);
+            EXPECT_EQ(plan.receiver_block0, plan.is_shared() ? 0 : plan.sender_blocks);
           }
+          EXPECT_FALSE(plan.is_shared() && (tokens <= 16 || !can_share_blocks(is_heavy, plan.steps)));
         }
       }
     }
   }
+}
+
+TEST(Plan, BlocksOfADispatchAreSharedOnFewSmsAndWithManyTokens) {
+  const auto is_shared = [](int tokens, bool is_heavy, int num_sms) {
+    return plan_dispatch({tokens, is_heavy ? 7392 : 14336, is_heavy}, sm_90(num_sms)).is_shared();
+  };
+  EXPECT_FALSE(is_shared(16, false, 8));
+  EXPECT_TRUE(is_shared(17, false, 40));
+  EXPECT_FALSE(is_shared(17, false, 48));
+  EXPECT_FALSE(is_shared(64, false, 32));
+  EXPECT_TRUE(is_shared(128, false, 32));
+  EXPECT_FALSE(is_shared(128, false, 132));
+  EXPECT_TRUE(is_shared(512, false, 96));
+  EXPECT_TRUE(is_shared(128, true, 80));
+  EXPECT_FALSE(is_shared(128, true, 132));
+  EXPECT_TRUE(is_shared(256, true, 132));
 }
 
 // Else block i would wait for other blocks (docs/memory_model.md, forward progress).

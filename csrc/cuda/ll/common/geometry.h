@@ -156,6 +156,9 @@ struct LlDispatchGeometry {
   static LlDispatchGeometry of(const LlDispatchParams& p, const LlPlan& plan) {
     EP_CHECK(plan.sender_warps < plan.warps && plan.receiver_warps > 1, plan.sender_warps, " senders and ",
              plan.receiver_warps, " receivers of ", plan.warps, " warps: the last is the leader warp");
+    const bool is_heavy = p.options.quant != Quant::kNone || p.row.is_keyed;
+    EP_CHECK(!plan.is_shared() || can_share_blocks(is_heavy, plan.steps), "rows that are not converted, in pieces of ",
+             plan.steps, " steps, have no shared blocks");
     LlDispatchGeometry g;
     g.row = RowShape::of(p);
     const int pieces = ceil_div(g.row.steps, plan.steps), others = p.shape.num_ranks - 1;
@@ -198,7 +201,7 @@ struct LlDispatchGeometry {
     return g;
   }
 
-  // Shared blocks: the piece to place that is number `turn` of a block. Its own rank's come first, then those that the
+  // Shared blocks: piece number `turn` of those that a block places. Its own rank's come first, then those that the
   // blocks of the same number send, for each the ranks in turn. No less than receive_units: there is none.
   EP_HD int shared_unit(int block, int turn) const {
     const int own = own_turns + (block < own_rest ? 1 : 0);

@@ -220,16 +220,16 @@ __device__ __forceinline__ void store_piece(const DispatchRole& role, const Inco
   }
 }
 
-// The piece that `in` has loaded, to its place. False: it was the warp's last, or a wait was given up.
+// Piece `number`, which `in` has loaded, to its place. False: it was the warp's last, or a wait was given up.
 template <Encoding kEncoding, DType kType, int kSteps, OutputLayout kLayout>
 __device__ __forceinline__ bool place_piece(const DispatchRole& role, const WarpContext& op,
                                             const RoutingBitmap& bitmap, Incoming<kEncoding, kSteps, kLayout>& in,
-                                            const ChoicePlacement<kLayout>& place) {
+                                            const ChoicePlacement<kLayout>& place, int number) {
   constexpr bool kAnnounces = kAnnouncesRows && has_expert_rows(kLayout);
   const LlDispatchParams& p = role.p;
   const ReceiveUnit unit = in.unit;
   const bool exists = in.exists();
-  if (!exists && unit.source != role.peers.rank && unit.token >= static_cast<int>(in.most_tokens)) return false;
+  if (!exists && number >= role.geometry.own_units && unit.token >= static_cast<int>(in.most_tokens)) return false;
   const int32_t row = place.row(p, bitmap);
   if (exists && in.has_numbers) {
     store_row_info<has_expert_rows(kLayout)>(role, op, unit.source, unit.token, place.wanted, place.expert, row,
@@ -285,7 +285,7 @@ constexpr int kLoneInfoBins = 64;  // up to so many, one warp writes the info te
 template <Encoding kEncoding, DType kType, int kSteps, OutputLayout kLayout>
 __device__ __forceinline__ void receive(const DispatchRole& role, const WarpContext& op, const RoutingBitmap& bitmap,
                                         Incoming<kEncoding, kSteps, kLayout>& in, bool has_addr) {
-  constexpr bool kIsPacked = kLayout == OutputLayout::kPacked;
+  constexpr bool kIsPacked = kLayout == OutputLayout::kPacked, kShares = kCanShare<kEncoding, kSteps>;
   const LlDispatchParams& p = role.p;
   const int threads = ptx::opaque(role.receiving_threads());
   testing_point(Point::kBeforeReceive, op);
@@ -300,15 +300,15 @@ __device__ __forceinline__ void receive(const DispatchRole& role, const WarpCont
   const bool is_last_block = role.at.block == role.at.num_blocks - 1;
   const bool stores_info = is_last_block && last_in_block < info_warps;
   const bool stores_rest = is_last_block && last_in_block == min(info_warps, role.plan.receiver_warps - 1);
-  const int first_unit = ptx::opaque(role.unit_of(role.first_turn()));
+  int number = ptx::opaque(role.unit_of<kShares>(0, 0));
   const StartFinder starts(bitmap, role.geometry.by_alignment, kIsPacked && last_in_block == 0);
   const bool has_duties =
       ptx::opaque(stores_info || stores_rest || starts.finds || from_last < role.geometry.gap_warps);
   build_bitmap<has_expert_rows(kLayout)>(p, role.peers, op, bitmap, role.geometry.by_max_tokens,
                                          role.receiving_thread(), threads);
-  const bool has_pieces = ptx::opaque(first_unit < role.geometry.receive_units ? 1 : 0) != 0;
+  const bool has_pieces = ptx::opaque(number < role.geometry.receive_units ? 1 : 0) != 0;
   if (has_pieces) {
-    if (!has_addr) in.compute_addr(role, bitmap, first_unit);
+    if (!has_addr) in.compute_addr(role, bitmap, number);
     in.prefetch(role, op);
   }
   if (kMasksRanks) __syncwarp();
@@ -344,15 +344,13 @@ __device__ __forceinline__ void receive(const DispatchRole& role, const WarpCont
   if (!has_pieces) return;
   if constexpr (in.kAimsAhead) in.poll(bitmap);
   in.prefetch_again(role, op);
-  int turn = role.first_turn();
 #pragma unroll 1
-  while (true) {
+  for (int round = 1;; round++) {
     const ChoicePlacement<kLayout> place = in.find_place(role, bitmap);
     if (awaits_starts) ptx::named_barrier(kPiecesBarrier, threads);
     awaits_starts = false;
-    if (!place_piece<kEncoding, kType, kSteps, kLayout>(role, op, bitmap, in, place)) return;
-    turn += role.turn_step();
-    const int number = role.unit_of(turn);
+    if (!place_piece<kEncoding, kType, kSteps, kLayout>(role, op, bitmap, in, place, number)) return;
+    number = role.unit_of<kShares>(round, number);
     if (number >= role.geometry.receive_units) return;
     in.compute_addr(role, bitmap, number);
     if constexpr (in.kAimsAhead) in.poll(bitmap);

@@ -12,6 +12,9 @@
 namespace ep {
 inline namespace EP_KERNELS {
 
+template <Encoding kEncoding, int kSteps>
+constexpr bool kCanShare = can_share_blocks(kEncoding != Encoding::kFloat, kSteps);
+
 struct DispatchRole : WarpRole, RailPart {
   const LlDispatchParams& p;
   const LlDispatchGeometry& geometry;
@@ -26,23 +29,38 @@ struct DispatchRole : WarpRole, RailPart {
   __device__ int receiver() const {
     return receiver_index() * plan.receiver_blocks() + at.block - plan.receiver_block0;
   }
-  // The pieces that this warp places: those of its turns.
-  __device__ int first_turn() const { return plan.is_shared() ? receiver_index() : receiver(); }
-  __device__ int turn_step() const { return plan.is_shared() ? plan.receiver_warps : plan.receivers(); }
-  __device__ int unit_of(int turn) const {
-    return plan.is_shared() ? geometry.shared_unit(at.block, turn) : turn;
+  // Where kShares is false the kernel is never launched with shared blocks.
+  template <bool kShares>
+  __device__ bool is_shared() const {
+    return kShares && plan.is_shared();
   }
-  // Shared blocks wait for routing. This is worked out from what has been loaded by then: a line of the kernel's
-  // parameters that is not there yet would hold up the epoch.
-  __device__ bool draws_routing() const { return plan.is_shared() && p.phase == Phase::kFused; }
-  __device__ bool is_drawer() const { return draws_routing() && is_planned_receiver() && warp != plan.warps - 1; }
+  // The piece that this warp places in its turn `round`, behind `last`.
+  template <bool kShares>
+  __device__ int unit_of(int round, int last) const {
+    if (is_shared<kShares>()) return geometry.shared_unit(at.block, receiver_index() + round * plan.receiver_warps);
+    return round == 0 ? receiver() : last + plan.receivers();
+  }
+  // Shared blocks wait for routing.
+  template <bool kShares>
+  __device__ bool draws_routing() const {
+    return is_shared<kShares>() && p.phase == Phase::kFused;
+  }
+  template <bool kShares>
+  __device__ bool is_drawer() const {
+    return draws_routing<kShares>() && is_planned_receiver() && warp != plan.warps - 1;
+  }
   // The first own token whose routing this warp sends without a ticket, if there is one; the leader warp comes last.
+  template <bool kShares>
   __device__ int routing_token() const {
-    if (draws_routing()) return p.num_tokens;
-    return (warp == plan.warps - 1 ? warp : plan.warps - 2 - warp) * plan.sender_blocks + at.block;
+    if (draws_routing<kShares>()) return p.num_tokens;
+    const int turn = warp == plan.warps - 1 ? plan.warps - 1 : plan.warps - 2 - warp;
+    return turn * plan.sender_blocks + at.block;
   }
   // 0: the next one is drawn.
-  __device__ int routing_step() const { return draws_routing() ? 0 : plan.sender_blocks * plan.warps; }
+  template <bool kShares>
+  __device__ int routing_step() const {
+    return draws_routing<kShares>() ? 0 : plan.sender_blocks * plan.warps;
+  }
   // The next own token that no warp has drawn; num_tokens and more: there is none. Lane 0 has it.
   __device__ uint32_t draw_token(DeviceState* state) const {
     uint32_t drawn;
@@ -147,11 +165,14 @@ static __device__ __noinline__ void send_drawn_routing(const DispatchRole role, 
 // Token `first` and those that this warp sends after it: there are more tokens than warps. Then weights that only a
 // call with all_weights sends, of all tokens of the warp: a function that it called for each would cost all calls
 // registers.
-static __device__ __noinline__ void send_rest_of_routing(const DispatchRole role, const OpContext& op, int first) {
-  if (role.is_drawer()) return send_drawn_routing(role, op, first);
+template <bool kShares>
+__device__ __noinline__ void send_rest_of_routing(const DispatchRole role, const OpContext& op, int first) {
+  if constexpr (kShares) {
+    if (role.is_drawer<true>()) return send_drawn_routing(role, op, first);
+  }
   OutgoingRouting out;
 #pragma unroll 1
-  for (int token = first; token < role.p.num_tokens; token += role.routing_step()) {
+  for (int token = first; token < role.p.num_tokens; token += role.routing_step<kShares>()) {
     out.load(role, token);
     out.compute_addr(role);
     out.prepare(role);
@@ -160,7 +181,7 @@ static __device__ __noinline__ void send_rest_of_routing(const DispatchRole role
   }
   if (!role.p.options.all_weights) return;
 #pragma unroll 1
-  for (int token = role.routing_token(); token < role.p.num_tokens; token += role.routing_step()) {
+  for (int token = role.routing_token<kShares>(); token < role.p.num_tokens; token += role.routing_step<kShares>()) {
     const Choice choice = choice_of(role, own_id(role, token));
     send_other_weights(WarpContext(op), role.p.offsets, role.peers, role.p.shape.topk, token, choice.rank,
                        own_weight(role, token));
@@ -171,13 +192,14 @@ static __device__ __noinline__ void send_rest_of_routing(const DispatchRole role
 // Tokens go to the warps of the sending blocks, from the last warp on, as the first warps have rows to send. Blocks
 // that send alone have the lowest numbers, and wait for nothing except in block 0, so that blocks need not be resident
 // together. Warps of shared blocks that receive draw tokens until there are none, before they wait for anything.
+template <bool kShares>
 __device__ __forceinline__ void send_all_routing(const DispatchRole& role, const WarpContext& op,
                                                  const OutgoingRouting& out) {
   testing_point(Point::kBeforeRouting, op);
   send_token_routing(role, op, out);
-  const int next = out.token + role.routing_step();
+  const int next = out.token + role.routing_step<kShares>();
   __syncwarp();
-  if (next < role.p.num_tokens || role.p.options.all_weights) send_rest_of_routing(role, op, next);
+  if (next < role.p.num_tokens || role.p.options.all_weights) send_rest_of_routing<kShares>(role, op, next);
 }
 
 // A piece of an own row, ready to be sent as soon as the epoch is known.
@@ -242,7 +264,7 @@ __device__ __forceinline__ bool send_all(const DispatchRole& role, const WarpCon
   routing.prepare(role);
   out.prepare(role);
   if (!begin()) return false;
-  send_all_routing(role, op, routing);
+  send_all_routing<kCanShare<kEncoding, kSteps>>(role, op, routing);
   testing_point(Point::kBeforeRows, op);
 #pragma unroll 1
   while (out.index >= 0) {
