@@ -217,7 +217,8 @@ class DispatchCall:
         if self.arrivals is not None:
             self.arrivals.begin()
         try:
-            sent, event = run_on_comm_stream(shape.buffer, call, (*self.args()[:4], *self.extra), True)
+            inputs = (*self.args()[:4], *self.extra)
+            sent, event = run_on_comm_stream(shape.buffer, call, inputs, True, seq=shape.buffer._seq)
         except RuntimeError as error:
             raise error_of(shape.buffer, error) from error
         end = len(sent) - count
@@ -385,7 +386,8 @@ class CombineCall:
     def _send_all(self) -> Pending[torch.Tensor]:
         """On the buffer's own stream."""
         try:
-            combined, event = run_on_comm_stream(self.buffer, self._run, (*self._args()[:-4], *self.biases), True)
+            inputs = (*self._args()[:-4], *self.biases)
+            combined, event = run_on_comm_stream(self.buffer, self._run, inputs, True, seq=self.handle.seq)
         except RuntimeError as error:
             raise error_of(self.buffer, error) from error
         return Pending(lambda: combined, event)

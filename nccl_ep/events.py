@@ -56,6 +56,18 @@ class EventHandle:
         return self._event is None or bool(self._event.query())
 
 
+class _CompiledEnd(EventHandle):
+    """The end of an operation that a compiled program runs beside its own kernels; it keeps the operation's tensors."""
+
+    __slots__ = ("_kept", "_seq")
+
+    def __init__(self, seq: torch.Tensor, kept: list[torch.Tensor]) -> None:
+        self._event, self._seq, self._kept = None, seq, kept
+
+    def current_stream_wait(self) -> None:
+        torch.ops.nccl_ep.await_beside.default(self._seq, self._kept)
+
+
 class EventOverlap:
     """An event, and the tensors that must live until it was waited for; or no event (``event`` is None).
 
@@ -122,13 +134,21 @@ def run_on_comm_stream(
     inputs: tuple[Any, ...],
     is_async: bool,
     previous: EventOverlap | EventHandle | None = None,
+    seq: torch.Tensor | None = None,
 ) -> tuple[T, EventOverlap]:
     """``call()`` on the current stream, without an event; or on the buffer's own, with an event of its end.
 
     The buffer's stream first waits for the current one; given ``previous``, for that event instead. Then the operation
     runs there also without ``is_async``, and the current stream waits for its end. The event holds the tensors of
-    ``inputs`` and of the result.
+    ``inputs`` and of the result. seq: the buffer's, of a call that a compiler traces: there is no stream in what it
+    compiles, so that an op has the next operation run on the buffer's own.
     """
+    if is_async and seq is not None and is_dynamo_compiling():
+        torch.ops.nccl_ep.run_beside.default(seq)
+        made = call()
+        results = made if isinstance(made, tuple) else (made,)
+        tensors = [each.detach() for each in (*inputs, *results) if isinstance(each, torch.Tensor)]
+        return made, EventOverlap(_CompiledEnd(seq, tensors))
     before = previous.event if isinstance(previous, EventOverlap) else previous
     device = inputs[0].device if buffer is None else buffer.device
     if not is_async and (before is None or device.type == "cpu"):

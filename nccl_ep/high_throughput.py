@@ -182,7 +182,7 @@ def dispatch_cached_send(
         arrivals.begin()
     inputs = (x, scales, handle.tensor, handle.slots, *extra)
     try:
-        received, event = run_on_comm_stream(buffer, send, inputs, True)
+        received, event = run_on_comm_stream(buffer, send, inputs, True, seq=handle.seq)
     except RuntimeError as error:
         raise error_of(buffer, error) from error
     return Pending(lambda: _payload(received, args, quant), event, is_early=arrivals is not None)

@@ -125,7 +125,7 @@ for _op in (
     "ll_dispatch_out", "ll_dispatch_recv_out", "ll_combine_out", "ll_combine_send", "ll_combine_recv_out",
     "ll_dispatch_deepep_recv", "ll_combine_deepep_recv",
     "ht_dispatch_out", "ht_dispatch_cached_out", "ht_combine_out", "require_no_overflow",
-    "begin_arrivals", "announce_rows",
+    "begin_arrivals", "announce_rows", "run_beside", "await_beside",
 ):  # fmt: skip
     _fake(_op)(_nothing)
 

@@ -21,6 +21,7 @@ from tests.support.expected import Expected, plain_case
 from tests.support.harness import make_buffer
 from tests.support.op_checks import (
     ARRIVAL_OPS,
+    BESIDE_OPS,
     EXACT_OPS,
     HT_OPS,
     LOCAL_OPS,
@@ -122,7 +123,7 @@ def _check(name: str, calls: Calls, util: str) -> None:
 
 def test_these_are_all_the_ops() -> None:
     names = {name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("nccl_ep::")}
-    assert names == {*OPS, *DEEPEP_OPS, *HT_OPS, *EXACT_OPS, *LOCAL_OPS, *ARRIVAL_OPS, *SIGNALLED_OPS}
+    assert names == {*OPS, *DEEPEP_OPS, *HT_OPS, *EXACT_OPS, *LOCAL_OPS, *ARRIVAL_OPS, *BESIDE_OPS, *SIGNALLED_OPS}
 
 
 @pytest.mark.parametrize("name", OPS + DEEPEP_OPS + HT_OPS + EXACT_OPS)

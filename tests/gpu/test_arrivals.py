@@ -54,12 +54,13 @@ def test_a_rank_that_stays_away_ends_the_consumer(mode: str, layout: str, tmp_pa
     run_processes(2, outlive, tmp_path, mode, layout)
 
 
+@pytest.mark.parametrize("is_beside", [False, True])
 @pytest.mark.parametrize(("mode", "layout"), [("ll", "expert_major"), ("ht", "packed")])
-def test_a_compiled_layer_has_the_eager_ones_bits(mode: Any, layout: Any) -> None:
+def test_a_compiled_layer_has_the_eager_ones_bits(mode: Any, layout: Any, is_beside: bool) -> None:
     """Its consumer is a kernel of Triton's between dispatch and combine, which waits for each block's word."""
     torch._dynamo.reset()
     with make_buffer(ThreadGroup.make(1)[0], torch.device("cuda", 0), 20.0) as buffer:
-        layer = Layer(buffer, mode, layout)
+        layer = Layer(buffer, mode, layout, is_beside)
         compiled = torch.compile(layer, fullgraph=True, options=nccl_ep.KEEP_PROGRAM_ORDER)
         for turn in range(3):
             layer.watched.draw(turn)

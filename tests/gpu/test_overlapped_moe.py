@@ -117,7 +117,9 @@ def test_gradients_have_the_same_bits(way: str) -> None:
         given.check()
 
 
-def test_a_compiled_layer_with_the_gemm_has_the_same_bits() -> None:
+@pytest.mark.parametrize("is_beside", [False, True])
+def test_a_compiled_layer_with_the_gemm_has_the_same_bits(is_beside: bool) -> None:
+    """is_beside: the GEMMs run beside the dispatch, and not behind it."""
     from examples.overlapped_moe import on_gpu as gemms
 
     torch._dynamo.reset()
@@ -125,13 +127,17 @@ def test_a_compiled_layer_with_the_gemm_has_the_same_bits() -> None:
     moe = given.layer
 
     def layer(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        out = nccl_ep.dispatch(
+        pending = nccl_ep.dispatch_send(
             x, ids, weights, buffer=moe.buffer, num_experts=EXPERTS, mode="ht", layout="packed", max_tokens=TOKENS,
-            capacity=moe.capacity, expert_alignment=moe.rows_per_block, arrivals=moe.arrivals,
+            capacity=moe.capacity, expert_alignment=moe.rows_per_block, num_sms=moe.num_sms, arrivals=moe.arrivals,
+            async_finish=True,
         )  # fmt: skip
+        out = pending.early_output if is_beside else pending.receive()
         made = gemms.Forward(out.x, None, given.experts, False, moe.arrivals, moe.blocks, 30.0)
-        made.first(made.num_sms)
+        made.first(made.num_sms - (moe.num_sms if is_beside else 0))
         made.second(made.num_sms)
+        if is_beside:
+            out = pending.receive()
         return nccl_ep.combine(made.rows, out.handle, weights="dispatch")
 
     compiled = torch.compile(layer, fullgraph=True, options=nccl_ep.KEEP_PROGRAM_ORDER)  # type: ignore[arg-type]

@@ -92,14 +92,16 @@ class Watched:
 class Layer:
     """Dispatch, the consumer in the place of experts, combine."""
 
-    def __init__(self, buffer: nccl_ep.Buffer, mode: Any, layout: Any) -> None:
-        self.watched = Watched(buffer, mode, layout, None)
+    def __init__(self, buffer: nccl_ep.Buffer, mode: Any, layout: Any, is_beside: bool) -> None:
+        """is_beside: the consumer runs beside the dispatch, and not behind it."""
+        self.watched, self.is_beside = Watched(buffer, mode, layout, None), is_beside
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         from tests.gpu.arrivals_consumer import copy_blocks
 
         mine = self.watched
-        out = nccl_ep.dispatch(x, ids, **mine.options, arrivals=mine.arrivals)
+        pending = nccl_ep.dispatch_send(x, ids, **mine.options, num_sms=16, arrivals=mine.arrivals, async_finish=True)
+        out = pending.early_output if self.is_beside else pending.receive()
         words = out.x.view(torch.int32)
         seen = torch.zeros_like(words)
         experts = torch.full((out.weights.numel(),), -1, dtype=torch.int32, device=x.device)
@@ -107,6 +109,8 @@ class Layer:
             words, seen, experts, mine.arrivals.state, mine.arrivals.blocks, mine.blocks, HIDDEN // 2, TIMEOUT_NS,
             WIDTH=256,
         )  # fmt: skip
+        if self.is_beside:
+            out = pending.receive()
         return nccl_ep.combine(seen.view(x.dtype), out.handle, weights=None)
 
 

@@ -24,6 +24,7 @@ EXACT_OPS = ["ht_route", "ht_dispatch_routed"]  # the second after the first
 LOCAL_OPS = ["token_layout", "map_experts", "carrier", "carried", "size_at"]  # which speak to no other rank
 SIGNALLED_OPS = ["ht_combine_signalled"]  # of layouts of experts' rows alone
 ARRIVAL_OPS = ["announce_rows", "begin_arrivals"]  # which change memory past their schemas
+BESIDE_OPS = ["run_beside", "await_beside"]  # which change streams
 UTILS = (
     "test_schema",
     "test_autograd_registration",

@@ -26,7 +26,6 @@ KINDS: dict[str, dict[str, Any]] = {
 WAYS: dict[str, Callable[..., nccl_ep.DispatchOutput]] = {
     "whole": nccl_ep.dispatch,
     "split": lambda *args, **how: nccl_ep.dispatch_send(*args, **how).receive(),
-    "early": lambda *args, **how: nccl_ep.dispatch_send(*args, **how, async_finish=True).early_output,
 }
 _given: dict[int, Arrivals] = {}  # by the address of their memory
 
@@ -59,7 +58,7 @@ def _(x: torch.Tensor, state: torch.Tensor, experts: torch.Tensor) -> torch.Tens
 
 class Layer:
     def __init__(self, buffer: nccl_ep.Buffer, kind: str, way: str = "whole") -> None:
-        self.buffer, self.how, self.send = buffer, KINDS[kind], WAYS[way]
+        self.buffer, self.how, self.way = buffer, KINDS[kind], way
         local = EXPERTS // buffer.num_ranks
         generator = torch.Generator().manual_seed(buffer.rank)
         self.experts = torch.randn(local, HIDDEN, HIDDEN, generator=generator)
@@ -67,9 +66,21 @@ class Layer:
         _given[self.arrivals.state.data_ptr()] = self.arrivals
 
     def __call__(self, x: torch.Tensor, idx: torch.Tensor) -> torch.Tensor:
-        out = self.send(x, idx, buffer=self.buffer, num_experts=EXPERTS, arrivals=self.arrivals, **self.how)
-        rows = torch.ops.nccl_ep_tests.multiply_arrived(out.x, self.arrivals.state, self.experts)
-        return nccl_ep.combine(rows, out.handle, weights=None)
+        how: dict[str, Any] = {"buffer": self.buffer, "num_experts": EXPERTS, "arrivals": self.arrivals, **self.how}
+        if self.way == "early":
+            pending = nccl_ep.dispatch_send(x, idx, **how, async_finish=True)
+            rows = self.multiply(pending.early_output.x)
+            out = pending.receive()
+        else:
+            out = WAYS[self.way](x, idx, **how)
+            rows = self.multiply(out.x)
+        if self.way != "early":
+            return nccl_ep.combine(rows, out.handle, weights=None)
+        return nccl_ep.combine_send(rows, out.handle, weights=None, async_finish=True).receive()
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        rows: torch.Tensor = torch.ops.nccl_ep_tests.multiply_arrived(x, self.arrivals.state, self.experts)
+        return rows
 
 
 def inputs(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -116,17 +127,19 @@ def _compiled(rank: int, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["ll", "ht"])
 def test_program_order_survives_compilation(kind: str) -> None:
-    """The words are old before the dispatch begins, and the consumer stands between dispatch and combine."""
+    """The words are old before the dispatch begins, which runs beside the consumer: what awaits it stands behind."""
     with make_buffer(None) as buffer:
         layer = Layer(buffer, kind, "early")
         x, idx = inputs(0)
         want = layer(x, idx)
         got, codes = run_and_get_code(torch.compile(layer, fullgraph=True, options=nccl_ep.KEEP_PROGRAM_ORDER), x, idx)
         assert torch.equal(got, want)
-        names = ("nccl_ep.begin_arrivals", "nccl_ep.announce_rows", f"nccl_ep.{kind}_dispatch",
-                 "nccl_ep_tests.multiply_arrived", f"nccl_ep.{kind}_combine")  # fmt: skip
-        places = [codes[0].index(f"{name}.default(") for name in names]
-        assert places == sorted(places)
+        names = ("nccl_ep.begin_arrivals", "nccl_ep.run_beside", "nccl_ep.announce_rows", f"nccl_ep.{kind}_dispatch",
+                 "nccl_ep_tests.multiply_arrived", "nccl_ep.await_beside", "nccl_ep.run_beside",
+                 f"nccl_ep.{kind}_combine", "nccl_ep.await_beside")  # fmt: skip
+        at = 0
+        for name in names:
+            at = codes[0].index(f"{name}.default(", at) + 1
 
 
 def test_a_refused_dispatch_leaves_nothing_armed() -> None:

@@ -24,10 +24,6 @@ c10::Stream stream_of(PyObject* object) {
                               static_cast<c10::DeviceType>(stream->device_type));
 }
 
-c10::Stream current_stream_of(const c10::Device& device) {
-  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-}
-
 namespace {
 
 // Events that nobody holds, by device: to make one and to destroy it takes as long as a call of the driver each.

@@ -17,7 +17,6 @@ PyTypeObject* stream_event_type();
 
 // The stream of a torch.cuda.Stream; TypeError of another object.
 c10::Stream stream_of(PyObject* object);
-c10::Stream current_stream_of(const c10::Device& device);
 
 // The tensors of nested tuples and lists, borrowed; a new tuple of them.
 using Tensors = c10::SmallVector<PyObject*, 16>;

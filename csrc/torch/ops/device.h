@@ -13,6 +13,7 @@
 namespace ep {
 
 at::Device device_of(const Group& group);
+c10::Stream current_stream_of(const c10::Device& device);
 bool is_capturing(const at::Device& device);    // the current stream, whose allocations these are
 void* launch_stream(const at::Device& device);  // the current one, or LaunchStreamScope's; null on the CPU
 

@@ -141,6 +141,7 @@ HtTensors run_ht_dispatch(const at::Tensor& seq, const HtPayload& payload, const
                           const OptionalTensor& topk_weights, int64_t capacity, const DispatchConfig& config,
                           const HtHow& how = {}) {
   const auto [registered, group, device, on_device] = OnGroup(seq);
+  const Beside::Turn turn = how.only_routes ? Beside::Turn() : registered->beside.take();
   EP_CHECK(!payload.xs.empty(), "no tensor to dispatch");
   const InputTypes row = check_inputs(payload.xs[0], row_scales_of(payload.scales, config.quant), topk_idx,
                                       topk_weights, config.topk, device);
@@ -200,6 +201,7 @@ HtTensors run_ht_dispatch(const at::Tensor& seq, const HtPayload& payload, const
   if (is_exact) group.prepare(p);  // the second operation
   group.run(p, stream);
   registered->order.note_enqueued(device, stream);
+  turn.note_end();
   return t;
 }
 

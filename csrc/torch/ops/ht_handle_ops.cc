@@ -37,6 +37,7 @@ PayloadOutputs run_ht_cached(const at::Tensor& seq, at::TensorList xs, const Opt
                              const Tensor& route, const Tensor& slots, int64_t num_tokens, int64_t capacity,
                              at::IntArrayRef numbers, const PayloadRefs* given) {
   const auto [registered, group, device, on_device] = OnGroup(seq);
+  const Beside::Turn turn = registered->beside.take();
   const DispatchConfig config = dispatch_config(numbers);
   const auto info = HandleInfo::of(group.num_ranks(), num_tokens, capacity, config);
   const HtPayload payload{xs, x_scales};
@@ -70,6 +71,7 @@ PayloadOutputs run_ht_cached(const at::Tensor& seq, at::TensorList xs, const Opt
   void* stream = registered->order.next_stream(device);
   group.run(p, stream);
   registered->order.note_enqueued(device, stream);
+  turn.note_end();
   return made;
 }
 
@@ -105,6 +107,7 @@ std::pair<Tensor, Tensor> run_ht_combine(const at::Tensor& seq, const OptionalTe
                                          at::IntArrayRef numbers, const Tensor* given,
                                          const Tensor* row_signals = nullptr) {
   const auto [registered, group, device, on_device] = OnGroup(seq);
+  const Beside::Turn turn = registered->beside.take();
   const CombineConfig config = combine_config(numbers);
   const auto info = HandleInfo::of(group.num_ranks(), num_tokens, capacity, config);
   HtCombineParams p;
@@ -135,6 +138,7 @@ std::pair<Tensor, Tensor> run_ht_combine(const at::Tensor& seq, const OptionalTe
   void* stream = registered->order.next_stream(device);
   group.combine(p, stream);
   registered->order.note_enqueued(device, stream);
+  turn.note_end();
   return {std::move(out), std::move(out_values)};
 }
 

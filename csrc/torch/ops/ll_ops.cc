@@ -137,6 +137,7 @@ HandlePtrs resolve_handle(const HandleInfo& info, const Tensor& handle, const at
 Tensor run_combine(const OnGroup& on, const Tensor& handle, int64_t num_tokens, int64_t capacity,
                    const CombineConfig& config, const CombineArgs& args, Phase phase, const Tensor* given) {
   const auto& [registered, group, device, on_device] = on;
+  const Beside::Turn turn = registered->beside.take();
   const auto info = HandleInfo::of(group.num_ranks(), num_tokens, capacity, config);
   LlCombineParams p;
   set_combine(p, info.output, static_cast<int>(info.num_experts), to_int(num_tokens, "number of tokens"), config);
@@ -159,6 +160,7 @@ Tensor run_combine(const OnGroup& on, const Tensor& handle, int64_t num_tokens, 
   void* stream = registered->order.next_stream(device);
   group.combine(p, stream);
   registered->order.note_before_signals(device, stream);
+  turn.note_end();
   return made;
 }
 

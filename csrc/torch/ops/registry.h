@@ -10,6 +10,7 @@
 
 #include "runtime/group.h"
 #include "torch/ops/arena_pool.h"
+#include "torch/ops/beside.h"
 #include "torch/ops/device.h"
 
 namespace ep {
@@ -20,8 +21,9 @@ struct Registered {
   std::shared_ptr<Group> group;
   StreamOrder order;
   Arrivals arrivals;  // of the next dispatch
-  int process = 0;    // that made the buffer
-  int forks = 0;      // of which it was the child, as far as known
+  Beside beside;
+  int process = 0;  // that made the buffer
+  int forks = 0;    // of which it was the child, as far as known
 
   Arrivals take_arrivals() { return std::exchange(arrivals, {}); }
 
