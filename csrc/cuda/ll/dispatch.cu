@@ -3,7 +3,7 @@
 namespace ep {
 
 LlPlan plan_of(const LlDispatchParams& p, int tokens, const Arch& arch) {
-  LlPlan plan = plan_dispatch({tokens, p.row.wire_bytes(), p.options.quant != Quant::kNone || p.row.is_keyed}, arch);
+  LlPlan plan = plan_dispatch({tokens, p.row.wire_bytes(), p.is_heavy()}, arch);
   if (is_nvfp4(p.options.quant)) plan.steps = 1;  // of which a warp loads as much as of two of FP8
   return tuned("EP_PLAN_D", plan);
 }

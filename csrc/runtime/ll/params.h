@@ -79,6 +79,9 @@ struct LlDispatchParams {
   int32_t* recv_stats = nullptr;    // [bins] the counts are added
   int64_t* wait_cost = nullptr;     // [R] ns that this rank waited for each source are added
   Arrivals arrivals;
+
+  // Rows are converted, or the caller's bits: a warp has more to do for each byte.
+  bool is_heavy() const { return options.quant != Quant::kNone || row.is_keyed; }
 };
 
 struct LlCombineParams {

@@ -156,9 +156,8 @@ struct LlDispatchGeometry {
   static LlDispatchGeometry of(const LlDispatchParams& p, const LlPlan& plan) {
     EP_CHECK(plan.sender_warps < plan.warps && plan.receiver_warps > 1, plan.sender_warps, " senders and ",
              plan.receiver_warps, " receivers of ", plan.warps, " warps: the last is the leader warp");
-    const bool is_heavy = p.options.quant != Quant::kNone || p.row.is_keyed;
-    EP_CHECK(!plan.is_shared() || can_share_blocks(is_heavy, plan.steps), "rows that are not converted, in pieces of ",
-             plan.steps, " steps, have no shared blocks");
+    EP_CHECK(!plan.is_shared() || can_share_blocks(p.is_heavy(), plan.steps),
+             "rows that are not converted, in pieces of ", plan.steps, " steps, have no shared blocks");
     LlDispatchGeometry g;
     g.row = RowShape::of(p);
     const int pieces = ceil_div(g.row.steps, plan.steps), others = p.shape.num_ranks - 1;
@@ -191,7 +190,7 @@ struct LlDispatchGeometry {
     g.gap_warps = static_cast<int>(std::max<int64_t>(p.output.bins(), slices));
     g.bitmap = RoutingBitmapShape::of(p);
     if (p.row.is_keyed && sends(p.phase)) g.given_scales = ScaleSource::of(p.scales);
-    if (receives(p.phase) && (p.row.is_keyed || p.options.quant != Quant::kNone)) {
+    if (receives(p.phase) && p.is_heavy()) {
       const Scales& out = p.out_scales;
       const bool has_strides = !p.row.is_keyed && out.element_bytes == 4;
       EP_CHECK(has_strides || out.count == 0 || (out.group_stride == 1 && out.row_stride == out.count), "rows of ",

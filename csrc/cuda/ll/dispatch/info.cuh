@@ -165,7 +165,7 @@ __device__ __forceinline__ void store_info(const LlDispatchParams& p, const OpCo
     if (has_expert_rows(kLayout) && p.layout_range != nullptr) store_ranges(p, bitmap, bin, has_failed);
   }
   if constexpr (kAnnouncesRows) {
-    __threadfence();
+    if (p.arrivals.state != nullptr) __threadfence();
     __syncwarp();  // plan_expert() leaves the lanes diverged
     blocks = __reduce_add_sync(~0u, blocks);
   }
