@@ -2,7 +2,6 @@
 
 #include <ATen/EmptyTensor.h>
 #include <c10/core/CPUAllocator.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <cstring>
 
@@ -36,10 +35,6 @@ void* launch_stream([[maybe_unused]] const at::Device& device) {
   }
 #endif
   return nullptr;
-}
-
-c10::Stream current_stream_of(const c10::Device& device) {
-  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
 }
 
 bool is_capturing([[maybe_unused]] const at::Device& device) {

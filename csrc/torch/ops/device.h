@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/Stream.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <optional>
 #include <span>
@@ -13,7 +14,9 @@
 namespace ep {
 
 at::Device device_of(const Group& group);
-c10::Stream current_stream_of(const c10::Device& device);
+inline c10::Stream current_stream_of(const c10::Device& device) {
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+}
 bool is_capturing(const at::Device& device);    // the current stream, whose allocations these are
 void* launch_stream(const at::Device& device);  // the current one, or LaunchStreamScope's; null on the CPU
 
