@@ -6,7 +6,8 @@ behind the other.
 
 Checks that both ways give the same bits, and that they are close to torch's. Milliseconds: the median over repetitions
 of the slowest rank's. --graphs measures the forward passes as replays of CUDA graphs, too: a call from Python has to
-launch the GEMM behind the dispatch, and what the host takes for that no overlap hides. --others adds the layer over the
+launch the GEMM behind the dispatch, and what the host takes for that no overlap hides. --compiled measures the forward
+pass of high throughput by torch.compile, too. --others adds the layer over the
 calls of other libraries and by fused kernels (others.py), and one table has all of it. --trace writes time lines of a
 forward and a backward pass: for Perfetto, and as a picture (time_line.py). A variant is "plain", or some of these with
 "+" between them:
@@ -35,6 +36,7 @@ from triton.language.extra.cuda import globaltimer
 
 import nccl_ep
 from examples.overlapped_moe import by_torch, others, table, time_line
+from examples.overlapped_moe.compiled import Forward, compiled_forward
 from examples.overlapped_moe.experts import Experts
 from examples.overlapped_moe.inputs import Inputs, Shape
 from examples.overlapped_moe.layer import MoeLayer
@@ -193,8 +195,23 @@ class Point:
             found |= BackwardPass(self.layer, x, ids, weights, gradient).measure(wanted, repetitions)
         if self.args.graphs:
             found |= self.measure_graphs(one_behind, out)
+        if self.args.compiled and self.mode == "ht" and not (self.layer.sorts or self.layer.signals):
+            found |= self.measure_compiled(one_behind)
         if self.args.trace:
             self.trace(variant)
+        return found
+
+    def measure_compiled(self, one_behind: torch.Tensor) -> dict[str, Any]:
+        found: dict[str, Any] = {"compiled_same_bits": True}
+        for name, overlaps in (("overlapped", True), ("one_behind", False)):
+            forward = compiled_forward(self.layer, overlaps=overlaps)
+
+            def call(forward: Forward = forward) -> torch.Tensor:
+                return forward(self.x, self.ids, self.weights)
+
+            same = all(torch.equal(call(), one_behind) for _ in range(3))
+            found["compiled_same_bits"] = found["compiled_same_bits"] and same
+            found[f"{name}_compiled_ms"] = timed(call, self.args.repetitions)
         return found
 
     def measure_graphs(self, one_behind: torch.Tensor, out: nccl_ep.DispatchOutput) -> dict[str, Any]:
@@ -268,6 +285,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )  # fmt: skip
     add("--variants", default="plain", help="of each point, separated by commas")
     add("--graphs", action="store_true", help="times of replays of CUDA graphs, too")
+    add("--compiled", action="store_true", help="times of compiled forward passes, too")
     add("--trace", help="files of time lines begin so")
     add("--inner", type=int, default=2048)
     add("--topk", type=int, default=8)
@@ -298,7 +316,7 @@ def measure_points(args: argparse.Namespace) -> tuple[list[dict[str, Any]], bool
             found = point.measure(variant) | torchs
             right = right and found["same_bits"] and not found["failed"]
             right = right and found["relative_error_to_torch"] < found["most_error"]
-            right = right and found.get("backward_same_bits", True) and found.get("graph_same_bits", True)
+            right = right and all(found.get(f"{way}_same_bits", True) for way in ("backward", "graph", "compiled"))
             right = right and found.get("backward_relative_error_to_torch", 0.0) < found["most_error"]
             results.append(found)
             if dist.get_rank() == 0:

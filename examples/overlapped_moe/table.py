@@ -18,7 +18,7 @@ FUSED = {
     "deep_gemm_fused": "sgl-deep-gemm {} `fp8_mega_moe`, FP8",
 }
 BY_TORCH = ("torch_gemms", "one_behind_by_torch", "torch_layer")
-GRAPH = ", in a CUDA graph"
+GRAPH, COMPILED = ", in a CUDA graph", ", compiled"
 _SORTED = ("rank_major", "flat")
 Found = dict[str, Any]
 Point = tuple[str, int, int]
@@ -54,7 +54,8 @@ def own_rows(points: list[Found]) -> dict[str, Values]:
             ("nccl_ep, one step behind the other, torch's GEMM", "one_behind_by_torch_ms"),
             ("torch `all_to_all_single`, torch's GEMM", "torch_layer_ms"),
         ):
-            for title, here in ((name, key), (name + GRAPH, key.replace("_ms", "_graph_ms"))):
+            ways = {"": "_ms", GRAPH: "_graph_ms", COMPILED: "_compiled_ms"}
+            for title, here in ((name + way, key.replace("_ms", end)) for way, end in ways.items()):
                 if here in each:
                     rows.setdefault(title, {})[point] = each[here], ""
     return rows
@@ -140,6 +141,8 @@ def records_of(results: Found, revision: str, date: str) -> Iterator[records.Rec
             op, figure, of_all = key.removesuffix("_ms"), "event", common
             if op.endswith("_graph"):
                 op, figure = op.removesuffix("_graph"), "graph"
+            if op.endswith("_compiled"):
+                op, of_all = op.removesuffix("_compiled"), common | {"note": "compiled"}
             if op in BY_TORCH:  # in BF16, and the same for all variants
                 if (point_of(each), key) in by_torch:
                     continue

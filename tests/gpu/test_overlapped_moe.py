@@ -117,32 +117,15 @@ def test_gradients_have_the_same_bits(way: str) -> None:
         given.check()
 
 
-@pytest.mark.parametrize("is_beside", [False, True])
-def test_a_compiled_layer_with_the_gemm_has_the_same_bits(is_beside: bool) -> None:
-    """is_beside: the GEMMs run beside the dispatch, and not behind it."""
-    from examples.overlapped_moe import on_gpu as gemms
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_compiled_layer_with_the_gemm_has_the_same_bits(overlaps: bool) -> None:
+    from examples.overlapped_moe.compiled import compiled_forward
 
     torch._dynamo.reset()
     given = Given(ThreadGroup.make(1)[0], torch.device("cuda", 0), "ht")
-    moe = given.layer
-
-    def layer(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        pending = nccl_ep.dispatch_send(
-            x, ids, weights, buffer=moe.buffer, num_experts=EXPERTS, mode="ht", layout="packed", max_tokens=TOKENS,
-            capacity=moe.capacity, expert_alignment=moe.rows_per_block, num_sms=moe.num_sms, arrivals=moe.arrivals,
-            async_finish=True,
-        )  # fmt: skip
-        out = pending.early_output if is_beside else pending.receive()
-        made = gemms.Forward(out.x, None, given.experts, False, moe.arrivals, moe.blocks, 30.0)
-        made.first(made.num_sms - (moe.num_sms if is_beside else 0))
-        made.second(made.num_sms)
-        if is_beside:
-            out = pending.receive()
-        return nccl_ep.combine(made.rows, out.handle, weights="dispatch")
-
-    compiled = torch.compile(layer, fullgraph=True, options=nccl_ep.KEEP_PROGRAM_ORDER)  # type: ignore[arg-type]
+    forward = compiled_forward(given.layer, overlaps=overlaps)
     with given.buffer:
         for turn in range(3):
             given.draw(turn)
-            assert torch.equal(compiled(given.x, given.ids, given.weights), given.run(False))
+            assert torch.equal(forward(given.x, given.ids, given.weights), given.run(False))
         given.check()
