@@ -1,6 +1,7 @@
 // Integer arithmetic of layouts.
 #pragma once
 
+#include <bit>
 #include <cstdint>
 
 #include "base/platform.h"
@@ -25,7 +26,7 @@ struct Divisor {
   static Divisor of(int divisor) {
     Divisor d;
     d.divisor = static_cast<uint32_t>(divisor);
-    while (d.shift < 31 && (1u << d.shift) < d.divisor) d.shift++;
+    d.shift = std::bit_width(d.divisor - 1);
     const uint64_t rest = (1ull << d.shift) - d.divisor;
     d.multiplier = static_cast<uint32_t>((rest << 32) / d.divisor + 1);
     return d;

@@ -306,9 +306,7 @@ class CudaBackend : public Backend {
 
   template <class Params>
   KernelArgs<Params> args_of(const Params& params, const Launch<Params>& how) {
-    auto args = KernelArgs<Params>::of(memory_->state, memory_->peers, num_ranks_, params);
-    args.plan = how.plan;
-    args.geometry = how.geometry;
+    auto args = KernelArgs<Params>::of(memory_->state, memory_->peers, num_ranks_, how.plan, how.geometry, params);
     args.plan.pdl = memory_->world == nullptr && overlaps_before(args.plan);
     constexpr bool is_dispatch =
         std::is_same_v<Params, LlDispatchParams> || std::is_base_of_v<HtDispatchParams, Params>;

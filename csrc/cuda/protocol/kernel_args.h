@@ -36,17 +36,14 @@ struct alignas(16) KernelArgs {
   typename GeometryOf<Params>::Type geometry;
   Params params;
 
-  // But for plan and geometry.
-  static KernelArgs of(DeviceState* state, const LsaPeers& peers, int num_ranks, const Params& params) {
-    KernelArgs args;
-    args.state = state;
-    args.peers = peers;
-    args.num_ranks = num_ranks;
+  // Each byte is written once: to clear a struct of this size takes as long as to copy it.
+  static KernelArgs of(DeviceState* state, const LsaPeers& peers, int num_ranks, const decltype(plan)& plan,
+                       const decltype(geometry)& geometry, const Params& params) {
+    const uint64_t* credits = nullptr;
     if constexpr (requires { params.offsets.signal(0); }) {
-      args.credits = peers.template local<uint64_t>(params.offsets.signal(0));
+      credits = peers.template local<uint64_t>(params.offsets.signal(0));
     }
-    args.params = params;
-    return args;
+    return {state, credits, peers, num_ranks, plan, geometry, params};
   }
 };
 

@@ -7,6 +7,14 @@
 
 namespace ep {
 
+// const_data_ptr(), in a third of its instructions. Null of an empty one.
+inline const void* address_of(const at::Tensor& tensor) {
+  const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
+  if (!impl.has_storage() || impl.numel() == 0) return tensor.const_data_ptr();
+  const auto* storage = static_cast<const char*>(impl.unsafe_storage().unsafeGetStorageImpl()->data());
+  return storage + impl.storage_offset() * static_cast<int64_t>(impl.itemsize());
+}
+
 class AliasCheck {
  public:
   void reads(const char* name, const at::Tensor& tensor) { check_.reads(name, extent_of(tensor)); }
@@ -24,7 +32,7 @@ class AliasCheck {
       last = 0;
       for (int64_t i = 0; i < tensor.dim(); i++) last += (tensor.size(i) - 1) * tensor.stride(i);
     }
-    return {tensor.const_data_ptr(), static_cast<uint64_t>((last + 1) * tensor.element_size()), tensor.sizes().data(),
+    return {address_of(tensor), static_cast<uint64_t>((last + 1) * tensor.element_size()), tensor.sizes().data(),
             static_cast<int>(tensor.dim())};
   }
 

@@ -122,14 +122,14 @@ void check_tensor(const at::Tensor& tensor, const char* name, at::ScalarType dty
 }
 
 void check_whole(const at::Tensor& tensor, const char* name) {
-  const auto address = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());  // null of an empty one
+  const auto address = reinterpret_cast<uintptr_t>(address_of(tensor));
   EP_CHECK((address & (tensor.element_size() - 1)) == 0, name, " at address ", tensor.const_data_ptr(),
            " is not aligned to its elements of ", tensor.element_size(), " bytes");
 }
 
 void check_aligned(const at::Tensor& tensor, const char* name) {
-  EP_CHECK((reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) & 15) == 0, name, " at address ",
-           tensor.const_data_ptr(), " is not aligned to 16 bytes");
+  EP_CHECK((reinterpret_cast<uintptr_t>(address_of(tensor)) & 15) == 0, name, " at address ", tensor.const_data_ptr(),
+           " is not aligned to 16 bytes");
 }
 
 void require_ids(const at::Tensor& tensor, const char* name) {

@@ -93,7 +93,7 @@ inline void* take_combined(const CombineArgs& args, std::initializer_list<const 
   aliases.reads("topk_idx", args.topk_idx);
   for (const at::Tensor& bias :
        args.biases) {  // which may be the output itself: an element is read before it is written
-    if (bias.const_data_ptr() != given->const_data_ptr()) aliases.reads("bias", bias);
+    if (address_of(bias) != address_of(*given)) aliases.reads("bias", bias);
   }
   aliases.writes("out", *given);
   return given->data_ptr();

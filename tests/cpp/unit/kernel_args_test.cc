@@ -21,7 +21,7 @@ TYPED_TEST(Args, KnowTheRanksOfTheBuffer) {
   LsaPeers peers;
   peers.rank = 2;
   TypeParam params;
-  const auto args = KernelArgs<TypeParam>::of(nullptr, peers, 6, params);
+  const auto args = KernelArgs<TypeParam>::of(nullptr, peers, 6, {}, {}, params);
   EXPECT_EQ(args.num_ranks, 6);
   EXPECT_EQ(args.peers.rank, 2);
   EXPECT_EQ(args.state, nullptr);
@@ -32,7 +32,7 @@ TEST(KernelArgs, LowLatencyKnowsWhereCreditsLie) {
   LsaPeers peers{window, 0, 0};
   LlDispatchParams params;
   params.offsets.num_ranks = 4;
-  const auto args = KernelArgs<LlDispatchParams>::of(nullptr, peers, 4, params);
+  const auto args = KernelArgs<LlDispatchParams>::of(nullptr, peers, 4, {}, {}, params);
   EXPECT_EQ(args.credits, peers.local<uint64_t>(params.offsets.signal(0)));
 }
 
