@@ -8,8 +8,7 @@ from collections.abc import Callable
 import torch
 
 import nccl_ep
-from examples.overlapped_moe import on_gpu
-from examples.overlapped_moe.layer import TIMEOUT, MoeLayer
+from examples.overlapped_moe.layer import MoeLayer
 
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -21,7 +20,7 @@ def compiled_forward(moe: MoeLayer, *, overlaps: bool) -> Forward:
     def forward(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         pending = moe.send(x, ids, weights, num_sms)
         out = pending.early_output if overlaps else pending.receive()
-        gemms = on_gpu.Forward(out.x, out.scales, moe.experts, False, moe.arrivals, moe.blocks, TIMEOUT, **moe.how)
+        gemms = moe.forward_gemms(out)
         gemms.first(gemms.num_sms - num_sms)
         if overlaps:
             out = pending.receive()

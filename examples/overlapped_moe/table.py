@@ -19,6 +19,7 @@ FUSED = {
 }
 BY_TORCH = ("torch_gemms", "one_behind_by_torch", "torch_layer")
 GRAPH, COMPILED = ", in a CUDA graph", ", compiled"
+ENDS = {"": "_ms", GRAPH: "_graph_ms", COMPILED: "_compiled_ms"}  # of a figure's name, by how it was called
 _SORTED = ("rank_major", "flat")
 Found = dict[str, Any]
 Point = tuple[str, int, int]
@@ -54,8 +55,7 @@ def own_rows(points: list[Found]) -> dict[str, Values]:
             ("nccl_ep, one step behind the other, torch's GEMM", "one_behind_by_torch_ms"),
             ("torch `all_to_all_single`, torch's GEMM", "torch_layer_ms"),
         ):
-            ways = {"": "_ms", GRAPH: "_graph_ms", COMPILED: "_compiled_ms"}
-            for title, here in ((name + way, key.replace("_ms", end)) for way, end in ways.items()):
+            for title, here in ((name + way, key.replace("_ms", end)) for way, end in ENDS.items()):
                 if here in each:
                     rows.setdefault(title, {})[point] = each[here], ""
     return rows
@@ -142,7 +142,8 @@ def records_of(results: Found, revision: str, date: str) -> Iterator[records.Rec
             if op.endswith("_graph"):
                 op, figure = op.removesuffix("_graph"), "graph"
             if op.endswith("_compiled"):
-                op, of_all = op.removesuffix("_compiled"), common | {"note": "compiled"}
+                op, note = op.removesuffix("_compiled"), common.get("note", "") + COMPILED
+                of_all = common | {"note": note.removeprefix(", ")}
             if op in BY_TORCH:  # in BF16, and the same for all variants
                 if (point_of(each), key) in by_torch:
                     continue

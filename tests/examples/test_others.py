@@ -153,6 +153,21 @@ def test_records_have_each_figure_and_what_has_none() -> None:
     assert made[-1]["skipped"] == "it differs" and made[12]["version"] == "1.2" and made[0]["alignment"] == 128
 
 
+def test_compiled_passes_are_rows_of_their_own() -> None:
+    of_all = {"num_sms": 16, "rows_per_block": 128, "overlapped_compiled_ms": 8.25}
+    results = {
+        "gpu": "NVIDIA H200", "ranks": 2, "topk": 8, "experts": 256, "others": [],
+        "points": [each | of_all for each in points()[:2]],
+    }  # fmt: skip
+    assert {"| nccl_ep, overlapped, compiled | 8.25 |", "| nccl_ep, overlapped, sorts+tma, compiled | 8.25 |"} <= set(
+        table.lines(results)
+    )
+    made = [r for r in table.records_of(results, "abc", "2026-11-30") if "compiled" in (r.get("note") or "")]
+    assert [(r["op"], r["figure"], r["value"], r["note"]) for r in made] == [
+        ("overlapped", "event", 8250, "compiled"), ("overlapped", "event", 8250, "sorts+tma, compiled"),
+    ]  # fmt: skip
+
+
 def test_files_of_several_calls_make_one_table() -> None:
     common = {"gpu": "H200", "torch": "2.11", "ranks": 2, "topk": 8, "experts": 256}
     one = common | {"points": points(), "others": [other("flashinfer", 9.5, gemm="torch")]}

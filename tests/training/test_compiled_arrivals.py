@@ -70,13 +70,9 @@ class Layer:
         if self.way == "early":
             pending = nccl_ep.dispatch_send(x, idx, **how, async_finish=True)
             rows = self.multiply(pending.early_output.x)
-            out = pending.receive()
-        else:
-            out = WAYS[self.way](x, idx, **how)
-            rows = self.multiply(out.x)
-        if self.way != "early":
-            return nccl_ep.combine(rows, out.handle, weights=None)
-        return nccl_ep.combine_send(rows, out.handle, weights=None, async_finish=True).receive()
+            return nccl_ep.combine_send(rows, pending.receive().handle, weights=None, async_finish=True).receive()
+        out = WAYS[self.way](x, idx, **how)
+        return nccl_ep.combine(self.multiply(out.x), out.handle, weights=None)
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         rows: torch.Tensor = torch.ops.nccl_ep_tests.multiply_arrived(x, self.arrivals.state, self.experts)
