@@ -1,93 +1,136 @@
-"""Host times of two trees: python -m bench.host_in_turns [--seconds 240] RECORDS.json OLD NEW -- --tokens 1
+"""Host times of two trees: python -m bench.host_in_turns RECORDS.json OLD NEW --mode ll --tokens 1
 
-OLD, NEW: folders of built trees. Both run measure_host with what follows ``--``, on one core and one GPU, 20 ms
-each in turn: what a host's clock does meets both. The least of many rounds leaves out those that were stopped.
+OLD, NEW: folders of built trees. A process of each, on one core and one GPU, makes a call some times, then that of the
+other tree does. What a host's clock does within minutes meets both, and what it does within a millisecond their median
+leaves out. A record of each tree is the median of its turns; "ratio" is the median of a turn of the new tree over the
+one of the old tree beside it. Each tree has several processes, one after the other: where one has its memory makes some
+per cent.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
-import signal
 import subprocess
 import sys
-import tempfile
-import time
+import threading
+from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from bench.records import Record, load, save
+import torch
 
-TURN = 0.02  # seconds
+from bench.measure_host import LOCAL_SIZES
+from bench.records import FIELDS, Record, make, save, today
 
-
-def start(tree: Path, revision: str | None, records: Path, arguments: list[str], core: int) -> subprocess.Popen[bytes]:
-    package = "bench" if (tree / "bench/measure_host.py").exists() else "benchmarks"  # which it was called
-    named = {} if revision is None else {"NCCL_EP_REVISION": revision}
-    return subprocess.Popen(
-        ["taskset", "--cpu-list", str(core), sys.executable, "-m", f"{package}.measure_host", str(records), *arguments],
-        cwd=tree, env=os.environ | {"PYTHONPATH": str(tree)} | named, stdout=subprocess.DEVNULL,
-    )  # fmt: skip
+WARM_UP, COUNT = 10, 40  # calls of a turn: the first ones find nothing in the caches
+_TURN = Path(__file__).with_name("host_turn.py")
 
 
-def take_turns(processes: list[subprocess.Popen[bytes]], seconds: float) -> None:
-    """Until one has ended. TimeoutError, with all of them killed, after so many seconds."""
-    deadline, turn = time.monotonic() + seconds, 0
+class Tree:
+    """A process of a built tree."""
+
+    def __init__(self, folder: Path, mode: str, tokens: int, device: str, core: int) -> None:
+        self._folder = folder
+        self._process = subprocess.Popen(
+            ["taskset", "--cpu-list", str(core), sys.executable, "-P", str(_TURN), mode, str(tokens), device],
+            cwd=folder, env=os.environ | {"PYTHONPATH": str(folder)}, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            text=True,
+        )  # fmt: skip
+
+    def answer(self) -> Any:
+        """RuntimeError: the process has ended."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the process of {self._folder} has ended with {self._process.wait()}")
+        return json.loads(line)
+
+    def measure(self, name: str) -> float:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps([name, WARM_UP, COUNT]) + "\n")
+        self._process.stdin.flush()
+        return float(self.answer())
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+@dataclass
+class Turns:
+    """Microseconds of a call by the old and the new tree."""
+
+    old: list[float] = field(default_factory=list)
+    new: list[float] = field(default_factory=list)
+
+    @property
+    def ratio(self) -> float:
+        return median(new / old for old, new in zip(self.old, self.new, strict=True))
+
+
+def take_turns(trees: tuple[Tree, Tree], rounds: int, seconds: float, taken: dict[str, Turns]) -> None:
+    """Adds to what was taken, by call. RuntimeError: a process has ended, or was killed after so many seconds."""
+    old, new = trees
+
+    def kill() -> None:
+        old.kill()
+        new.kill()
+
+    deadline = threading.Timer(seconds, kill)
+    deadline.start()
     try:
-        while all(each.poll() is None for each in processes):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"measure_host of two trees has not ended within {seconds} s")
-            for number, each in enumerate(processes):
-                each.send_signal(signal.SIGCONT if number == turn % len(processes) else signal.SIGSTOP)
-            time.sleep(TURN)
-            turn += 1
-        for each in processes:
-            each.send_signal(signal.SIGCONT)
-        for each in sorted(processes, key=lambda each: each.poll() is None):  # that one first
-            if each.wait(max(deadline - time.monotonic(), 1)) != 0:
-                raise RuntimeError(f"{each.args!r} has ended with {each.returncode}")
+        known = set(old.answer())
+        names = [name for name in new.answer() if name in known]
+        for number in range(1 + rounds):  # the first one does not count
+            for name in names:
+                turns = taken.setdefault(name, Turns())
+                sides = [(old, turns.old), (new, turns.new)]
+                for tree, times in sides[:: 1 if number % 2 else -1]:
+                    us = tree.measure(name)
+                    if number:
+                        times.append(us)
     finally:
-        for each in processes:
-            each.kill()
-
-
-def measure(
-    trees: list[tuple[Path, str | None]], arguments: list[str], seconds: float, core: int
-) -> list[list[Record]]:
-    """The records of each tree, of which each has a revision; None: its own."""
-    with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder) / f"{number}.json" for number in range(len(trees))]
-        take_turns([start(*each, file, arguments, core) for each, file in zip(trees, files, strict=True)], seconds)
-        return [load([each]) for each in files]
-
-
-def table(old: list[Record], new: list[Record]) -> list[str]:
-    def by_call(records: list[Record]) -> dict[tuple[Any, ...], float]:
-        named = ("mode", "default_device", "api", "op")
-        return {tuple(each[name] for name in named): each["value"] for each in records if each["figure"] == "host"}
-
-    before, after = by_call(old), by_call(new)
-    return [
-        f"{mode} {api + ' ' + op:58} {before[call]:8.2f} {after[call]:8.2f} us  default device: {default}"
-        for call in after
-        if call in before
-        for mode, default, api, op in [call]
-    ]
+        deadline.cancel()
+        kill()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("records", type=Path)
     parser.add_argument("trees", type=Path, nargs=2, metavar="TREE", help="the old one, the new one")
-    parser.add_argument("--seconds", type=float, default=240, help="deadline")
+    parser.add_argument("--mode", choices=("ll", "ht"), default="ll")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--tokens", type=int)
+    parser.add_argument("--rounds", type=int, default=100, help="of a process")
+    parser.add_argument("--processes", type=int, default=4, help="of a tree")
+    parser.add_argument("--seconds", type=float, default=120, help="deadline of a process")
     parser.add_argument("--core", type=int, default=max(os.sched_getaffinity(0)))
-    parser.add_argument("--revisions", nargs=2, default=(None, None), help="of trees that are no clones")
-    parser.add_argument("arguments", nargs="*", help="of measure_host, behind --")
+    parser.add_argument("--revisions", nargs=2, default=("old", "new"), metavar="REVISION", help="of the trees")
     chosen = parser.parse_args()
-    trees = [(tree.resolve(), revision) for tree, revision in zip(chosen.trees, chosen.revisions, strict=True)]
-    old, new = measure(trees, chosen.arguments, chosen.seconds, chosen.core)
-    print("\n".join(table(old, new)))
-    save(chosen.records, old + new)
+    tokens, hidden, topk, experts = LOCAL_SIZES[chosen.device]
+    tokens = chosen.tokens or tokens
+    taken: dict[str, Turns] = {}
+    for _ in range(chosen.processes):
+        old, new = (Tree(each.resolve(), chosen.mode, tokens, chosen.device, chosen.core) for each in chosen.trees)
+        take_turns((old, new), chosen.rounds, chosen.seconds, taken)
+    common: Record = dict.fromkeys(FIELDS) | {
+        "bench": "host", "system": "nccl_ep", "ranks": 1, "tokens": tokens, "hidden": hidden, "topk": topk,
+        "experts": experts, "num_sms": 0, "unit": "us", "mode": chosen.mode, "date": today(),
+        "device": torch.cuda.get_device_name() if chosen.device == "cuda" else "cpu",
+    }  # fmt: skip
+    records = []
+    for name, turns in taken.items():
+        api, _, op = name.partition(" ")
+        times, ratio = [round(median(each), 3) for each in (turns.old, turns.new)], round(turns.ratio, 4)
+        print(f"{chosen.mode} {name:36} {times[0]:8.2f} {times[1]:8.2f} us  {ratio:6.3f}")
+        for revision, us in zip(chosen.revisions, times, strict=True):
+            records.append(make(common, api=api, op=op, figure="host", value=us, revision=revision))
+        of_new = {"figure": "ratio", "value": ratio, "unit": "x", "revision": chosen.revisions[1]}
+        records.append(make(common, api=api, op=op, **of_new))
+    save(chosen.records, records)
 
 
 if __name__ == "__main__":

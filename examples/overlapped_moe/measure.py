@@ -202,6 +202,7 @@ class Point:
         return found
 
     def measure_compiled(self, one_behind: torch.Tensor) -> dict[str, Any]:
+        torch.compiler.reset()  # or sizes that change from layer to layer would be no constants, and the GEMM slower
         found: dict[str, Any] = {"compiled_same_bits": True}
         for name, overlaps in (("overlapped", True), ("one_behind", False)):
             forward = compiled_forward(self.layer, overlaps=overlaps)

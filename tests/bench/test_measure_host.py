@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.host_in_turns import take_turns
+from bench.host_in_turns import Tree, Turns, take_turns
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -25,23 +25,46 @@ def test_every_interface_has_a_figure(mode: str, tmp_path: Path) -> None:
 
 
 def test_two_trees_take_turns(tmp_path: Path) -> None:
-    path, known = tmp_path / "host.json", {"--device": "cpu", "--mode": "ll", "--rounds": "2", "--tokens": "1"}
-    command = [sys.executable, "-m", "bench.host_in_turns", "--seconds", "100", str(path), str(ROOT), str(ROOT), "--"]
-    arguments = [text for pair in known.items() for text in pair]
-    made = subprocess.run([*command, *arguments], cwd=ROOT, check=True, timeout=120, stdout=subprocess.PIPE, text=True)
+    path = tmp_path / "host.json"
+    command = [sys.executable, "-m", "bench.host_in_turns", str(path), str(ROOT), str(ROOT), "--device", "cpu"]
+    command += ["--tokens", "2", "--rounds", "2", "--processes", "1", "--seconds", "100", "--revisions", "a", "b"]
+    made = subprocess.run(command, cwd=ROOT, check=True, timeout=120, stdout=subprocess.PIPE, text=True)
     records = json.loads(path.read_text())
-    old, new = records[: len(records) // 2], records[len(records) // 2 :]
-    assert [each["op"] for each in old] == [each["op"] for each in new]
+    assert all(each["value"] > 0 and each["tokens"] == 2 for each in records)
+    old, new, ratio = records[:3]
+    assert [each["revision"] for each in (old, new, ratio)] == ["a", "b", "b"]
+    assert ratio["figure"] == "ratio"
     first, *_ = made.stdout.splitlines()
-    assert first.split()[:5] == ["ll", "ops", "dispatch", f"{old[0]['value']:.2f}", f"{new[0]['value']:.2f}"]
+    times = [f"{each['value']:.2f}" for each in (old, new)]
+    assert first.split() == ["ll", "ops", "dispatch", *times, "us", f"{ratio['value']:.3f}"]
 
 
-def test_turns_end_with_the_deadline_or_a_failure(tmp_path: Path) -> None:
-    def started(code: str) -> list[subprocess.Popen[bytes]]:
-        return [subprocess.Popen([sys.executable, "-c", each]) for each in (code, "import time; time.sleep(60)")]
+class Script(Tree):
+    """A process of that program, which is asked for times."""
 
-    for code, error in (("import time; time.sleep(60)", TimeoutError), ("raise SystemExit(3)", RuntimeError)):
-        processes = started(code)
-        with pytest.raises(error):
-            take_turns(processes, 1.5)
-        assert all(each.wait(10) != 0 for each in processes)
+    def __init__(self, program: str) -> None:
+        self._folder = ROOT
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+
+def test_the_ratio_is_of_turns_beside_one_another() -> None:
+    """A host that becomes slower with each turn."""
+    slower = """if True:
+        import time
+        print('["call"]', flush=True)
+        for turn in range(7):
+            input()
+            print({} * 2.0**turn, flush=True)
+    """
+    taken: dict[str, Turns] = {}
+    take_turns((Script(slower.format(1)), Script(slower.format(3))), 6, 60, taken)
+    assert taken["call"].old == [2.0**turn for turn in range(1, 7)]
+    assert taken["call"].ratio == 3
+
+
+def test_turns_end_with_the_deadline_or_a_failure() -> None:
+    for program in ("import time; time.sleep(60)", "raise SystemExit(3)"):
+        with pytest.raises(RuntimeError, match="has ended with"):
+            take_turns((Script(program), Script("import time; time.sleep(60)")), 1, 1.5, {})

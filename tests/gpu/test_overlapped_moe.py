@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import nccl_ep
+from examples.overlapped_moe.compiled import compiled_forward
 from examples.overlapped_moe.experts import Experts
 from examples.overlapped_moe.layer import MoeLayer
 from examples.overlapped_moe.timing import captured
@@ -35,27 +36,27 @@ WAYS: dict[str, tuple[nccl_ep.choices.Mode, bool, dict[str, Any]]] = {  # mode, 
 class Given:
     """A layer, and what it is given, in memory that stays."""
 
-    def __init__(self, group: Any, device: torch.device, way: str) -> None:
+    def __init__(self, group: Any, device: torch.device, way: str, tokens: int = TOKENS) -> None:
         mode, is_fp8, how = WAYS[way]
         self.buffer = nccl_ep.Buffer.for_shapes(
-            group, max_tokens=TOKENS, hidden=HIDDEN, topk=TOPK, num_experts=EXPERTS, mode=mode, device=device,
+            group, max_tokens=tokens, hidden=HIDDEN, topk=TOPK, num_experts=EXPERTS, mode=mode, device=device,
             timeout=20.0, late_weights=mode == "ll",
         )  # fmt: skip
         local = EXPERTS // self.buffer.num_ranks
         self.experts = Experts.random(local, HIDDEN, INNER, device, seed=self.buffer.rank)
         self.layer = MoeLayer(
-            self.buffer, self.experts.in_fp8() if is_fp8 else self.experts, num_experts=EXPERTS, max_tokens=TOKENS,
+            self.buffer, self.experts.in_fp8() if is_fp8 else self.experts, num_experts=EXPERTS, max_tokens=tokens,
             topk=TOPK, mode=mode, **how,
         )  # fmt: skip
-        self.x = torch.empty(TOKENS, HIDDEN, device=device, dtype=torch.bfloat16)
-        self.ids = torch.zeros(TOKENS, TOPK, device=device, dtype=torch.int64)
-        self.weights = torch.empty(TOKENS, TOPK, device=device)
+        self.x = torch.empty(tokens, HIDDEN, device=device, dtype=torch.bfloat16)
+        self.ids = torch.zeros(tokens, TOPK, device=device, dtype=torch.int64)
+        self.weights = torch.empty(tokens, TOPK, device=device)
         self.draw(0)
 
     def draw(self, turn: int) -> None:
         """In odd turns the last experts get few rows."""
         draw = torch.Generator(self.x.device).manual_seed(turn * 8 + self.buffer.rank)
-        scores = torch.rand(TOKENS, EXPERTS, generator=draw, device=self.x.device)
+        scores = torch.rand(len(self.x), EXPERTS, generator=draw, device=self.x.device)
         scores[:, EXPERTS // 2 :] *= 1 - 0.7 * (turn % 2)
         weights, ids = scores.topk(TOPK)
         self.weights.copy_(weights)
@@ -119,8 +120,6 @@ def test_gradients_have_the_same_bits(way: str) -> None:
 
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_a_compiled_layer_with_the_gemm_has_the_same_bits(overlaps: bool) -> None:
-    from examples.overlapped_moe.compiled import compiled_forward
-
     torch._dynamo.reset()
     given = Given(ThreadGroup.make(1)[0], torch.device("cuda", 0), "ht")
     forward = compiled_forward(given.layer, overlaps=overlaps)
@@ -129,3 +128,30 @@ def test_a_compiled_layer_with_the_gemm_has_the_same_bits(overlaps: bool) -> Non
             given.draw(turn)
             assert torch.equal(forward(given.x, given.ids, given.weights), given.run(False))
         given.check()
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_compiled_layer_has_its_first_gemm_beside_the_dispatch(overlaps: bool) -> None:
+    """In a graph, where no launch of the host comes between them."""
+    torch._dynamo.reset()
+    given = Given(ThreadGroup.make(1)[0], torch.device("cuda", 0), "ht", tokens=16384)
+    forward = compiled_forward(given.layer, overlaps=overlaps)
+    with given.buffer:
+        want = given.run(False)
+        assert torch.equal(forward(given.x, given.ids, given.weights), want)
+        graph, made = captured(lambda: forward(given.x, given.ids, given.weights))
+        assert made is not None
+        graph.replay()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            graph.replay()
+            torch.cuda.synchronize()
+        assert torch.equal(made, want)
+        given.check()
+
+    def kernels(name: str) -> list[Any]:
+        found = [each for each in profile.events() if name in each.name]
+        return sorted((each.time_range for each in found), key=lambda each: each.start)
+
+    (dispatch,) = kernels("dispatch_send")
+    first_gemm, _ = kernels("grouped_gemm")
+    assert (first_gemm.start < dispatch.end) == overlaps
