@@ -26,7 +26,7 @@ from bench.measure_host import LOCAL_SIZES
 from bench.records import FIELDS, Record, make, save, today
 
 WARM_UP, COUNT = 10, 40  # calls of a turn: the first ones find nothing in the caches
-_TURN = Path(__file__).with_name("host_turn.py")
+_TURN = Path(__file__).with_name("host_turn.py").read_text()
 
 
 class Tree:
@@ -35,9 +35,8 @@ class Tree:
     def __init__(self, folder: Path, mode: str, tokens: int, device: str, core: int) -> None:
         self._folder = folder
         self._process = subprocess.Popen(
-            ["taskset", "--cpu-list", str(core), sys.executable, "-P", str(_TURN), mode, str(tokens), device],
-            cwd=folder, env=os.environ | {"PYTHONPATH": str(folder)}, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            text=True,
+            ["taskset", "--cpu-list", str(core), sys.executable, "-c", _TURN, mode, str(tokens), device],
+            cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
 
     def answer(self) -> Any:

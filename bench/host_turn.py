@@ -1,4 +1,4 @@
-"""The tree of this folder, for bench/host_in_turns.py: python -P FILE MODE TOKENS DEVICE
+"""One of two trees of bench/host_in_turns.py, which has its folder run this: python -c TEXT MODE TOKENS DEVICE
 
 Writes the names of calls as a line of JSON. Then reads lines of JSON, [name, warm-up calls, timed calls], and answers
 each with how long the host was kept by one of those calls, in us.
