@@ -12,50 +12,48 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import select
 import subprocess
 import sys
-import threading
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-
-from bench.measure_host import LOCAL_SIZES
-from bench.records import FIELDS, Record, make, save, today
+from bench.measure_host import LOCAL_SIZES, common_of, of_call
+from bench.records import make, save
 
 WARM_UP, COUNT = 10, 40  # calls of a turn: the first ones find nothing in the caches
 _TURN = Path(__file__).with_name("host_turn.py").read_text()
 
 
 class Tree:
-    """A process of a built tree."""
+    """A process of a built tree, which has so many seconds for all it is asked."""
 
-    def __init__(self, folder: Path, mode: str, tokens: int, device: str, core: int) -> None:
-        self._folder = folder
-        self._process = subprocess.Popen(
-            ["taskset", "--cpu-list", str(core), sys.executable, "-c", _TURN, mode, str(tokens), device],
-            cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+    def __init__(self, folder: Path, command: list[str], seconds: float) -> None:
+        self._folder, self._seconds, self._deadline = folder, seconds, time.monotonic() + seconds
+        self.process = subprocess.Popen(
+            command, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        )
 
     def answer(self) -> Any:
-        """RuntimeError: the process has ended."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+        """RuntimeError: the process has ended. TimeoutError."""
+        assert self.process.stdout is not None
+        if not select.select([self.process.stdout], [], [], max(self._deadline - time.monotonic(), 0))[0]:
+            raise TimeoutError(f"the process of {self._folder} has not ended within {self._seconds} s")
+        line = self.process.stdout.readline()
         if not line:
-            raise RuntimeError(f"the process of {self._folder} has ended with {self._process.wait()}")
+            raise RuntimeError(f"the process of {self._folder} has ended with {self.process.wait()}")
         return json.loads(line)
 
     def measure(self, name: str) -> float:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([name, WARM_UP, COUNT]) + "\n")
-        self._process.stdin.flush()
+        print(json.dumps([name, WARM_UP, COUNT]), file=self.process.stdin)
         return float(self.answer())
 
     def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
+        self.process.kill()
+        self.process.wait()
 
 
 @dataclass
@@ -70,16 +68,8 @@ class Turns:
         return median(new / old for old, new in zip(self.old, self.new, strict=True))
 
 
-def take_turns(trees: tuple[Tree, Tree], rounds: int, seconds: float, taken: dict[str, Turns]) -> None:
-    """Adds to what was taken, by call. RuntimeError: a process has ended, or was killed after so many seconds."""
-    old, new = trees
-
-    def kill() -> None:
-        old.kill()
-        new.kill()
-
-    deadline = threading.Timer(seconds, kill)
-    deadline.start()
+def take_turns(old: Tree, new: Tree, rounds: int, taken: dict[str, Turns]) -> None:
+    """Adds to what was taken, by call, and ends both processes. RuntimeError, TimeoutError: as ``Tree.answer``."""
     try:
         known = set(old.answer())
         names = [name for name in new.answer() if name in known]
@@ -92,8 +82,8 @@ def take_turns(trees: tuple[Tree, Tree], rounds: int, seconds: float, taken: dic
                     if number:
                         times.append(us)
     finally:
-        deadline.cancel()
-        kill()
+        old.kill()
+        new.kill()
 
 
 def main() -> None:
@@ -110,25 +100,21 @@ def main() -> None:
     parser.add_argument("--revisions", nargs=2, default=("old", "new"), metavar="REVISION", help="of the trees")
     chosen = parser.parse_args()
     tokens, hidden, topk, experts = LOCAL_SIZES[chosen.device]
-    tokens = chosen.tokens or tokens
+    tokens = int(chosen.tokens or tokens)
+    command = ["taskset", "--cpu-list", str(chosen.core), sys.executable, "-c", _TURN, chosen.mode, str(tokens)]
     taken: dict[str, Turns] = {}
     for _ in range(chosen.processes):
-        old, new = (Tree(each.resolve(), chosen.mode, tokens, chosen.device, chosen.core) for each in chosen.trees)
-        take_turns((old, new), chosen.rounds, chosen.seconds, taken)
-    common: Record = dict.fromkeys(FIELDS) | {
-        "bench": "host", "system": "nccl_ep", "ranks": 1, "tokens": tokens, "hidden": hidden, "topk": topk,
-        "experts": experts, "num_sms": 0, "unit": "us", "mode": chosen.mode, "date": today(),
-        "device": torch.cuda.get_device_name() if chosen.device == "cuda" else "cpu",
-    }  # fmt: skip
+        old, new = (Tree(each.resolve(), [*command, chosen.device], chosen.seconds) for each in chosen.trees)
+        take_turns(old, new, chosen.rounds, taken)
+    common = common_of((tokens, hidden, topk, experts), 1, chosen.device) | {"mode": chosen.mode}
     records = []
     for name, turns in taken.items():
-        api, _, op = name.partition(" ")
         times, ratio = [round(median(each), 3) for each in (turns.old, turns.new)], round(turns.ratio, 4)
         print(f"{chosen.mode} {name:36} {times[0]:8.2f} {times[1]:8.2f} us  {ratio:6.3f}")
         for revision, us in zip(chosen.revisions, times, strict=True):
-            records.append(make(common, api=api, op=op, figure="host", value=us, revision=revision))
+            records.append(make(common, **of_call(name), figure="host", value=us, revision=revision))
         of_new = {"figure": "ratio", "value": ratio, "unit": "x", "revision": chosen.revisions[1]}
-        records.append(make(common, api=api, op=op, **of_new))
+        records.append(make(common, **of_call(name), **of_new))
     save(chosen.records, records)
 
 

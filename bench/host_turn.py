@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from typing import Any
 
 import torch
@@ -39,14 +38,8 @@ def main() -> None:
         print(json.dumps(list(calls)), flush=True)
         for line in sys.stdin:
             name, warm_up, count = json.loads(line)
-            call = calls[name]
-            for _ in range(warm_up):
-                call()
-            synchronize()
-            begin = time.perf_counter()
-            for _ in range(count):
-                call()
-            us = (time.perf_counter() - begin) / count * 1e6
+            measure_host.host_mean(calls[name], synchronize, warm_up)
+            (us,) = measure_host.host_mean(calls[name], synchronize, count).values()
             synchronize()
             print(us, flush=True)
 

@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 
 import nccl_ep
-from bench.records import FIELDS, make, revision, save, today
+from bench.records import FIELDS, Record, make, revision, save, today
 from bench.world import join_torchrun
 from nccl_ep import deep_ep
 from nccl_ep.choices import Mode
@@ -378,6 +378,21 @@ def deepep_like_normal(sizes: tuple[int, int, int, int], ranks: int, kernels: tu
     return pair
 
 
+def common_of(sizes: tuple[int, int, int, int], ranks: int, device: str) -> Record:
+    """What all records of a run have."""
+    tokens, hidden, topk, experts = sizes
+    return dict.fromkeys(FIELDS) | {
+        "bench": "host", "system": "nccl_ep", "unit": "us", "ranks": ranks, "tokens": tokens, "hidden": hidden,
+        "topk": topk, "experts": experts, "num_sms": 0, "date": today(),
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+    }  # fmt: skip
+
+
+def of_call(name: str) -> Record:
+    api, _, op = name.partition(" ")
+    return {"api": api, "op": op}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("records", type=Path)
@@ -400,20 +415,15 @@ def main() -> None:
     tokens, hidden, topk, experts = LOCAL_SIZES[options.device]
     sizes = (int(options.tokens or tokens), hidden, topk, experts)
     synchronize: Call = torch.cuda.synchronize if on_gpu else (lambda: None)
-    records: list[dict[str, Any]] = []
-    name = torch.cuda.get_device_name() if on_gpu else "cpu"
+    records: list[Record] = []
+    common = common_of(sizes, ranks, options.device) | {"revision": revision()}
 
     def note(mode: str, op: str, figure: str, value: float, default: str | None, unit: str = "us") -> None:
         if rank:
             return
         print(f"{mode} {op:44} {figure:6} {value:8.3f} {unit:2}  default device: {default}", flush=True)
-        api, _, call = op.partition(" ")
-        known: dict[str, Any] = dict.fromkeys(FIELDS) | {
-            "bench": "host", "system": "nccl_ep", "api": api, "op": call, "figure": figure, "value": round(value, 3),
-            "unit": unit, "ranks": ranks, "tokens": sizes[0], "hidden": sizes[1], "topk": sizes[2],
-            "experts": sizes[3], "num_sms": 0, "device": name, "revision": revision(), "date": today(),
-        }  # fmt: skip
-        records.append(make(known, mode=mode, default_device=default))
+        figures = {"figure": figure, "value": round(value, 3), "unit": unit}
+        records.append(make(common, **of_call(op), **figures, mode=mode, default_device=default))
 
     def note_graphs(calls: dict[str, Call]) -> None:
         pairs = [

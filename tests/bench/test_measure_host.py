@@ -33,20 +33,15 @@ def test_two_trees_take_turns(tmp_path: Path) -> None:
     assert all(each["value"] > 0 and each["tokens"] == 2 for each in records)
     old, new, ratio = records[:3]
     assert [each["revision"] for each in (old, new, ratio)] == ["a", "b", "b"]
-    assert ratio["figure"] == "ratio"
+    assert [each["figure"] for each in (old, new, ratio)] == ["host", "host", "ratio"]
+    assert [each["unit"] for each in (old, new, ratio)] == ["us", "us", "x"]
     first, *_ = made.stdout.splitlines()
     times = [f"{each['value']:.2f}" for each in (old, new)]
     assert first.split() == ["ll", "ops", "dispatch", *times, "us", f"{ratio['value']:.3f}"]
 
 
-class Script(Tree):
-    """A process of that program, which is asked for times."""
-
-    def __init__(self, program: str) -> None:
-        self._folder = ROOT
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+def script(program: str, seconds: float = 60) -> Tree:
+    return Tree(ROOT, [sys.executable, "-c", program], seconds)
 
 
 def test_the_ratio_is_of_turns_beside_one_another() -> None:
@@ -59,12 +54,18 @@ def test_the_ratio_is_of_turns_beside_one_another() -> None:
             print({} * 2.0**turn, flush=True)
     """
     taken: dict[str, Turns] = {}
-    take_turns((Script(slower.format(1)), Script(slower.format(3))), 6, 60, taken)
+    take_turns(script(slower.format(1)), script(slower.format(3)), 6, taken)
     assert taken["call"].old == [2.0**turn for turn in range(1, 7)]
     assert taken["call"].ratio == 3
 
 
 def test_turns_end_with_the_deadline_or_a_failure() -> None:
-    for program in ("import time; time.sleep(60)", "raise SystemExit(3)"):
-        with pytest.raises(RuntimeError, match="has ended with"):
-            take_turns((Script(program), Script("import time; time.sleep(60)")), 1, 1.5, {})
+    sleeps = "import time; time.sleep(60)"
+    for program, error, says in (
+        (sleeps, TimeoutError, "has not ended within"),
+        ("raise SystemExit(3)", RuntimeError, "has ended with 3"),
+    ):
+        trees = script(program, 1.5), script(sleeps, 1.5)
+        with pytest.raises(error, match=says):
+            take_turns(*trees, 1, {})
+        assert all(each.process.returncode not in (None, 0) for each in trees)
