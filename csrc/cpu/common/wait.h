@@ -1,6 +1,7 @@
 // Waits on the host, and the atomic words of other ranks that they poll.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cmath>
@@ -57,11 +58,12 @@ class Deadline {
         next_look_ = Clock::now() + kLookEvery;
       }
       if (is_late(now)) return ready() ? End::kReady : End::kLate;  // it may have come while this thread had no core
-      // Ranks share few cores: give the core away at once, and sleep when nothing has happened for long.
+      // Ranks share few cores: give the core away at once, and sleep when nothing has happened for long, the longer the
+      // longer it has been.
       if (now - begin < kYieldFor) {
         std::this_thread::yield();
       } else {
-        std::this_thread::sleep_for(kSleep);
+        std::this_thread::sleep_for(std::clamp<Clock::duration>((now - begin) / 8, kShortestSleep, kLongestSleep));
       }
       if (ready()) return End::kReady;
     }
@@ -82,7 +84,7 @@ class Deadline {
  private:
   using Seconds = std::chrono::duration<double>;
   static constexpr std::chrono::milliseconds kLookEvery{20};
-  static constexpr std::chrono::microseconds kYieldFor{100}, kSleep{50};
+  static constexpr std::chrono::microseconds kYieldFor{100}, kShortestSleep{50}, kLongestSleep{1000};
 
   static Clock::duration rounded(Seconds seconds) { return std::chrono::duration_cast<Clock::duration>(seconds); }
   Seconds length() const { return Seconds(share_ * control_->timeout_seconds.load(std::memory_order_relaxed)); }
