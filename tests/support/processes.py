@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import pickle
 import runpy
@@ -27,10 +28,43 @@ import torch.distributed as dist
 
 from nccl_ep.doctor import ranks as launching
 
-# Children of a server that has loaded what most need start at once, and like spawned ones inherit nothing of this one.
-# The reference brings torch._dynamo, FSDP and more of torch.
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "nccl_ep", "nccl_ep.reference", "pytest", "tests.support.harness"])
+
+class _Fork(multiprocessing.context.ForkServerProcess):
+    """Of a server that has loaded what most need. As if spawned, it has streams, environment and folder of its starter.
+
+    What it starts by multiprocessing or a Launcher is such a fork, too, of the same server: Python would start another.
+    """
+
+    streams: ClassVar = ("", "")  # files of this process
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.inherits = (self.streams, dict(os.environ), os.getcwd())
+
+    def run(self) -> None:
+        _Fork.streams, environment, cwd = self.inherits
+        for number, path in enumerate(filter(None, _Fork.streams), 1):
+            with open(path, "a") as file:
+                os.dup2(file.fileno(), number)
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(cwd)
+        torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "1")))
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # the server ignores it
+        multiprocessing.forkserver._forkserver.ensure_running = lambda: None
+        for method in ("forkserver", "spawn"):
+            multiprocessing.context._concrete_contexts[method] = _context  # type: ignore[attr-defined]
+        launching.subprocess = types.SimpleNamespace(Popen=_Python)  # type: ignore[assignment]
+        super().run()
+
+
+class _Context(multiprocessing.context.ForkServerContext):
+    Process = _Fork
+
+
+_context = _Context()
+# torch._dynamo, which the first fake tensor brings, has FSDP and more of torch with it.
+_context.set_forkserver_preload(["torch._dynamo", "nccl_ep.reference", "pytest", "tests.support.harness"])
 
 
 @dataclass
@@ -133,14 +167,12 @@ def run_python(
 class _Python:
     """As a subprocess.Popen of this Python."""
 
-    streams: ClassVar = ("", "")  # files of this process, for programs that it starts
-
     def __init__(
         self, command: list[str], env: dict[str, str], streams: tuple[str, str] | None = None, cwd: Path | None = None
     ) -> None:
         assert command[0] == sys.executable, command
-        args = (command[1:], env, streams or self.streams, str(cwd or os.getcwd()))
-        self._process = _context.Process(target=_as_python, args=args)
+        self._process = _Fork(target=_as_python, args=command[1:])
+        self._process.inherits = (streams or _Fork.streams, env, str(cwd or os.getcwd()))
         self._process.start()
 
     def wait(self, timeout: float | None = None) -> int | None:
@@ -162,23 +194,13 @@ class _Python:
         return self._process.exitcode
 
 
-def _as_python(arguments: list[str], environment: dict[str, str], streams: tuple[str, str], cwd: str) -> None:
-    for number, path in enumerate(streams, 1):
-        with open(path, "a") as file:
-            os.dup2(file.fileno(), number)
-    _Python.streams = streams
-    launching.subprocess = types.SimpleNamespace(Popen=_Python)  # type: ignore[assignment]
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.environ.clear()
-    os.environ.update(environment)
-    torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "1")))
-    os.chdir(cwd)
+def _as_python(*arguments: str) -> None:
     how, *rest = arguments
     first = os.path.dirname(os.path.abspath(how))
     if how in ("-c", "-m"):
-        how, first = arguments[1], "" if how == "-c" else cwd
+        how, first = arguments[1], "" if how == "-c" else os.getcwd()
         rest = arguments[2:]
-    folders = list(filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)))
+    folders = list(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
     sys.path[:0] = [first, *folders]
     for start in filter(os.path.exists, (f"{folder}/sitecustomize.py" for folder in folders)):
         runpy.run_path(start)
@@ -195,9 +217,7 @@ def _as_python(arguments: list[str], environment: dict[str, str], streams: tuple
 
 
 def _run(rank: int, num_ranks: int, store: str, sender: Connection, body: Callable[..., Any], args: Any) -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # the server ignores it, and so would its children
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast can put GPUs that others share out of service
-    torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, num_ranks), rank=rank, world_size=num_ranks, timeout=timedelta(seconds=240)
     )
