@@ -81,3 +81,11 @@ function(ep_install_beside target)
     install(TARGETS ${target} LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR} COMPONENT c_library)
   endif()
 endfunction()
+
+# Files of a folder that are compiled as one: of a small file a compiler spends most of its time on headers. Names of
+# anonymous namespaces meet there. Takes names without .cc.
+function(ep_together group folder)
+  list(TRANSFORM ARGN PREPEND ${folder}/)
+  list(TRANSFORM ARGN APPEND .cc)
+  set_source_files_properties(${ARGN} PROPERTIES UNITY_GROUP ${group})
+endfunction()

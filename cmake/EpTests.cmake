@@ -4,18 +4,12 @@ add_custom_target(cuda_tests)  # those that need a build with CUDA
 find_package(GTest QUIET)
 if(GTest_FOUND)
   include(GoogleTest)
-  # A second object of the sources that know delays and planted bugs, and of those that know CUDA. The linker takes it,
-  # and the rest from the libraries. (CMake has to run again for a new one.)
-  foreach(source IN LISTS core_sources api_sources)
-    file(STRINGS ${source} found REGEX "\"base/testing.h\"|defined\\(EP_WITH_CUDA\\)")
-    if(found)
-      list(APPEND testing_sources ${source})
-    endif()
-  endforeach()
+  # A second object of these. The linker takes it, and the rest from the libraries.
   ep_add_library(ep_core_testing OBJECT ${testing_sources})
   target_compile_definitions(ep_core_testing PUBLIC EP_TESTING=1)
   target_compile_options(ep_core_testing PUBLIC -O1)  # compiling takes longer than running
   target_include_directories(ep_core_testing PUBLIC csrc/include)
+  set_target_properties(ep_core_testing PROPERTIES UNITY_BUILD ON UNITY_BUILD_MODE GROUP)
   ep_add_library(ep_api_archive STATIC $<TARGET_OBJECTS:ep_api>)
   target_link_libraries(ep_api_archive PUBLIC ep_core)
 
@@ -25,14 +19,12 @@ if(GTest_FOUND)
   target_include_directories(ep_tests PRIVATE tests/cpp tests)
   target_link_libraries(ep_tests PRIVATE ep_core_testing ep_api_archive GTest::gtest GTest::gtest_main)
   target_precompile_headers(ep_tests PRIVATE <gtest/gtest.h>)
-  # Of a small file a compiler spends most of its time on headers, so unit tests are three files, by turns. The largest,
-  # and those with a name that another has too, stay alone.
-  file(GLOB unit_tests CONFIGURE_DEPENDS tests/cpp/unit/*.cc)
-  list(FILTER unit_tests EXCLUDE REGEX "/(geometry|routing|ht_routing|rail|small_blocks)_test.cc$")
+  # In four groups, by turns. Files with a name that another has too stay alone.
+  list(FILTER test_sources EXCLUDE REGEX "/(graph_pools|ht_rail|ht_routing|small_blocks)_test.cc$")
   set(turn 0)
-  foreach(source IN LISTS unit_tests)
-    set_source_files_properties(${source} PROPERTIES UNITY_GROUP unit_${turn})
-    math(EXPR turn "(${turn} + 1) % 3")
+  foreach(source IN LISTS test_sources)
+    set_source_files_properties(${source} PROPERTIES UNITY_GROUP tests_${turn})
+    math(EXPR turn "(${turn} + 1) % 4")
   endforeach()
   set_target_properties(ep_tests PROPERTIES UNITY_BUILD ON UNITY_BUILD_MODE GROUP)
   gtest_discover_tests(ep_tests DISCOVERY_MODE PRE_TEST DISCOVERY_TIMEOUT 60

@@ -16,10 +16,6 @@ namespace {
 
 constexpr int kRowWords = 64;
 
-void require(bool condition, const std::string& text) {
-  if (!condition) throw std::runtime_error(text);
-}
-
 // Two ranks with a network between them, or with common memory.
 template <class Body>
 void on_two_ranks(int domain_size, Body body) {

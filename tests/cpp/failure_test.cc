@@ -82,10 +82,6 @@ std::unique_ptr<Group> make_group(Bootstrap& bootstrap, int domain_size) {
   return make_cpu_group(bootstrap, config);
 }
 
-void require(bool condition, const std::string& text) {
-  if (!condition) throw std::runtime_error(text);
-}
-
 // What the call says, which must end with this kind of error.
 template <class Body>
 std::string text_of(ErrorKind kind, Body body) {

@@ -48,10 +48,6 @@ uint64_t read_signal(const SimulatedNetworkArgs& network, int context, int signa
   return std::atomic_ref(word).load(std::memory_order_acquire);
 }
 
-void require(bool condition, const std::string& text) {
-  if (!condition) throw std::runtime_error(text);
-}
-
 void await(const SimulatedNetworkArgs& network, int context, int signal, uint64_t value) {
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
   while (read_signal(network, context, signal) < value) {

@@ -25,10 +25,6 @@ struct Network {
 constexpr uint64_t kWindowBytes = 65536;
 constexpr Offset kData = 4096;  // signals lie below
 
-void require(bool condition, const std::string& text) {
-  if (!condition) throw std::runtime_error(text);
-}
-
 void await(const Transport& transport, Offset signal, uint64_t value) {
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
   while (transport.signal(signal) < value) {

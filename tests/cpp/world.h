@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <stdexcept>
 #include <string>
 #include <string_view>
 #include <thread>
@@ -29,6 +30,10 @@ constexpr int kSlowdown = 2;
 constexpr bool kHasTsan = false;
 constexpr int kSlowdown = 1;
 #endif
+
+inline void require(bool condition, const std::string& text) {
+  if (!condition) throw std::runtime_error(text);
+}
 
 // Where the ranks of one process meet. A rank that fails says so, so that the others do not wait for it.
 class Meeting {
