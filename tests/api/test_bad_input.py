@@ -313,7 +313,7 @@ def test_ids_out_of_range_are_reported_once() -> None:
     case = Expected(plain_case(2))
 
     def body(group: ThreadGroup) -> None:
-        given = case.case.inputs()[group.rank()]
+        given = case.case.rank_input(group.rank())
         with make_buffer(case.case, group) as buffer:
             case.dispatch(buffer)
             buffer.check()

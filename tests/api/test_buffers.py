@@ -117,7 +117,7 @@ def test_a_handle_is_used_again_and_again(domain_size: int, seed: int) -> None:
 
 
 def _send(case: Expected, buffer: nccl_ep.Buffer) -> nccl_ep.Pending[nccl_ep.DispatchOutput]:
-    given = case.case.inputs()[buffer.rank]
+    given = case.case.rank_input(buffer.rank)
     pending = nccl_ep.dispatch_send(
         given.x, given.topk_idx, given.topk_weights, buffer=buffer, scales=given.scales, **case.case.dispatch_kwargs()
     )
@@ -190,7 +190,7 @@ def test_inputs_are_overwritten_while_a_peer_is_delayed(num_ranks: int, domain_s
                     time.sleep(0.03)
                     out = pending.receive()
                 else:
-                    given = case.case.inputs()[rank]
+                    given = case.case.rank_input(rank)
                     out = nccl_ep.dispatch(
                         given.x, given.topk_idx, given.topk_weights, buffer=buffer, scales=given.scales,
                         **case.case.dispatch_kwargs(),

@@ -193,13 +193,12 @@ class CaseRun:
         home_values: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """A combine whose result stays where it is. Staged: overwrites the rows."""
-        case, kwargs = self.case, self.case.combine_kwargs()
+        case, kwargs = self.case, self.case.rank_combine_kwargs(self.rank)
         weights, ids = (
-            self.move(kwargs[name][self.rank]) if isinstance(kwargs[name], list) else None
+            self.move(kwargs[name]) if isinstance(kwargs[name], torch.Tensor) else None
             for name in ("weights", "topk_idx")
         )
-        bias = kwargs["bias"][self.rank] if kwargs["bias"] else ()
-        biases = [self.move(b) for b in ((bias,) if isinstance(bias, torch.Tensor) else bias)]
+        biases = [self.move(each) for each in kwargs["bias"] or ()]
         result = torch.empty_like(self.expected.combined[self.rank], device=self.device)
         inputs = c_api.CombineInputs(
             tokens=tensor(rows), topk_weights=tensor(weights), topk_idx=tensor(ids),

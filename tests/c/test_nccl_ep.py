@@ -126,7 +126,7 @@ def test_low_latency_by_expert_is_weighted_at_home(library: Library, staged: int
             run.dispatch({"tokens": run.x}, {"tokens": rows}, {"expert_counters": counts}, send_only=staged)
             assert torch.equal(counts, run.result.counts)
             check_rows(rows, run.result.x, run.result.valid)
-            y, weights = run.home(), run.expected.case.combine_kwargs()["weights"][run.rank]
+            y, weights = run.home(), run.expected.case.rank_combine_kwargs(run.rank)["weights"]
             run.combine(
                 {"tokens": run.expected.rows[run.rank]}, {"tokens": y, "topk_weights": weights}, send_only=staged
             )
@@ -454,7 +454,7 @@ def test_what_a_layout_has_not_got_is_refused_and_the_next_good_call_works(libra
         ):  # fmt: skip
             refused(result, text, call)
         run.dispatch(good, out, info)
-        weights, y = run.expected.case.combine_kwargs()["weights"][run.rank], run.home()
+        weights, y = run.expected.case.rank_combine_kwargs(run.rank)["weights"], run.home()
         mine = {"tokens": run.expected.rows[run.rank]}
         for result, text, call in (
             (BAD, "topk_weights is not given", lambda: run.combine(mine, {"tokens": y})),

@@ -258,7 +258,7 @@ def writes_given_outputs(rank: Rank, mode: str) -> None:
                 tensor.zero_()
             assert case.send(buffer, out=out).x is out.x
         case.check_dispatch(out, rank.number)
-        bias = case.case.combine_kwargs()["bias"][rank.number][0]
+        bias = case.case.rank_combine_kwargs(rank.number)["bias"][0]
         into = to_device(bias, buffer.device).clone()
         rows = case.rows[rank.number].to(buffer.device)
         assert nccl_ep.combine(rows, out.handle, bias=into, out=into) is into

@@ -76,9 +76,10 @@ class DeepEpCase(Expected):
 
     def send_back(self, buffer: nccl_ep.Buffer | deep_ep.Buffer, handle: Any, **options: Any) -> tuple[Any, ...]:
         buffer = deep_ep.Buffer.of(buffer)
-        kwargs, rank = self.case.combine_kwargs(), buffer.rank
-        ids = self.inputs[rank].topk_idx if kwargs["topk_idx"] is None else kwargs["topk_idx"][rank]
-        weights = kwargs["weights"][rank].to(buffer.device)
+        rank = buffer.rank
+        kwargs = self.case.rank_combine_kwargs(rank)
+        ids = self.inputs[rank].topk_idx if kwargs["topk_idx"] is None else kwargs["topk_idx"]
+        weights = kwargs["weights"].to(buffer.device)
         rows = self.rows[rank].to(buffer.device, copy=True)
         if options.get("zero_copy"):
             buffer.get_next_low_latency_combine_buffer(handle).copy_(rows)

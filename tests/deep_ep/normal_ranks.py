@@ -236,9 +236,7 @@ class NormalCase:
     def send_back(self, buffer: deep_ep.Buffer, handle: Any, **options: Any) -> tuple[Any, ...]:
         rank, bias = buffer.rank, None
         if self.case.biases:
-            given = self.case.combine_kwargs()["bias"][rank]
-            given = (given,) if isinstance(given, torch.Tensor) else tuple(given)
-            bias = tuple(each.to(buffer.device) for each in given)
+            bias = tuple(each.to(buffer.device) for each in self.case.rank_combine_kwargs(rank)["bias"])
             bias = bias[0] if len(bias) == 1 else bias
         return buffer.combine(self.take(buffer, self.rows[rank]), handle, bias=bias, **options)
 

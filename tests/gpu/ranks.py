@@ -139,7 +139,7 @@ def run_beside_gemms(case: Expected, buffer: nccl_ep.Buffer, count: int = 200, s
         end.record()
     was_busy = not end.query()
     for number in range(5):
-        out = dispatch_case(case.case, case.case.inputs()[rank], buffer, staged=number % 2 == 1)
+        out = dispatch_case(case.case, case.case.rank_input(rank), buffer, staged=number % 2 == 1)
         y = combine_case(case.case, case.rows[rank].to(device, copy=True), out.handle, rank, staged=number % 2 == 1)
         case.check_dispatch(out, rank)
         case.check_combine(y.cpu(), rank)

@@ -212,11 +212,11 @@ def test_replays_follow_new_routing(quant: str | None, way: int) -> None:
         with torch.cuda.graph(graph):
             received, counts, handle, y = layer()
         for case in cases * 3:
-            kwargs = case.case.combine_kwargs()
+            kwargs = case.case.rank_combine_kwargs(0)
             x.copy_(case.inputs[0].x)
             ids.copy_(case.inputs[0].topk_idx)
-            masked.copy_(ids if kwargs["topk_idx"] is None else kwargs["topk_idx"][0])
-            weights.copy_(kwargs["weights"][0])
+            masked.copy_(ids if kwargs["topk_idx"] is None else kwargs["topk_idx"])
+            weights.copy_(kwargs["weights"])
             rows.copy_(case.rows[0])
             graph.replay()
             torch.cuda.synchronize()

@@ -104,7 +104,7 @@ def test_inputs_are_overwritten_while_a_peer_is_delayed(
         with _buffer(layers[0].case, group, arena_bytes=1 << 22, network_seed=seed) as buffer:
             for turn, case in enumerate(layers):
                 late = turn % num_ranks == rank
-                given = case.case.inputs()[rank]
+                given = case.case.rank_input(rank)
                 given.x = place(buffer, given.x)
                 if late:
                     time.sleep(0.01)

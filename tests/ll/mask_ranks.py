@@ -44,13 +44,11 @@ class CaseOf(Case):
         fields["tokens"] = tuple(count if rank in group else 0 for rank, count in enumerate(case.tokens))
         return CaseOf(**fields, group=group)
 
-    def rank_input(self, rank: int) -> reference.RankInput:
-        given = super().rank_input(rank)
-        local = self.num_experts // self.num_ranks
-        ids = given.topk_idx.clone()
+    def rank_ids(self, rank: int) -> torch.Tensor:
+        ids, local = super().rank_ids(rank), self.num_experts // self.num_ranks
         for other in set(range(self.num_ranks)) - self.group:
             ids[(ids >= other * local) & (ids < (other + 1) * local)] = -1
-        return dataclasses.replace(given, topk_idx=ids)
+        return ids
 
 
 class Parted:
@@ -86,7 +84,7 @@ class Parted:
 def run_parted(whole: Expected, part: Expected, buffer: nccl_ep.Buffer, *, staged: bool = False) -> None:
     """Inputs of `whole`, results of `part`."""
     rank, device = buffer.rank, buffer.device
-    out = dispatch_case(whole.case, whole.case.inputs()[rank], buffer, staged=staged)
+    out = dispatch_case(whole.case, whole.case.rank_input(rank), buffer, staged=staged)
     part.check_dispatch(out, rank)
     y = combine_case(whole.case, part.rows[rank].to(device, copy=True), out.handle, rank, staged=staged)
     part.check_combine(on_host(y), rank)
@@ -245,7 +243,7 @@ class LateRank:
         """The first operation without the rank, which is to be masked alone."""
         case, rank = self.case.whole, buffer.rank
         if before is None:
-            out = dispatch_case(case.case, case.case.inputs()[rank], buffer, staged=self.phase == "receive")
+            out = dispatch_case(case.case, case.case.rank_input(rank), buffer, staged=self.phase == "receive")
             self._masked_alone(buffer, group)
             return self.case.parts[0].check_dispatch(out, rank)
         got = self._send_home(buffer, before.handle)
@@ -295,7 +293,7 @@ def come_at_the_deadline(
     with shared_buffer(group, [whole], enable_shrink=True, device=device, **domains) as buffer:
         for number in range(rounds):
             buffer.set_timeout(deadline)
-            given = case.inputs()[rank]
+            given = case.rank_input(rank)
             group.allgather(b"", PATIENCE)
             if rank == num_ranks - 1:
                 time.sleep(deadline * random.Random(number).uniform(0.8, 1.2))

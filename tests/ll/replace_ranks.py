@@ -80,7 +80,7 @@ class _Work:
     """A dispatch and a combine; on a GPU a graph of them, captured once."""
 
     def __init__(self, case: Case, buffer: nccl_ep.Buffer) -> None:
-        given = case.inputs()[buffer.rank]
+        given = case.rank_input(buffer.rank)
         x, ids, weights = (each.to(buffer.device) for each in (given.x, given.topk_idx, given.topk_weights))
 
         def both() -> None:

@@ -115,22 +115,23 @@ class Case:
 
     def combine_kwargs(self) -> dict[str, Any]:
         """Keyword arguments of reference.combine; lists hold one entry a rank."""
-        weights: str | list[Tensor] | None = "dispatch"
-        if self.combine_weights == "none":
-            weights = None
-        elif self.combine_weights in ("tensor", "masked"):
-            weights = [self._home_weights(rank) for rank in range(self.num_ranks)]
-        masked = self.combine_weights == "masked"
+        of_ranks = [self.rank_combine_kwargs(rank) for rank in range(self.num_ranks)]
+        kwargs = of_ranks[0] | {"num_experts": self.num_experts, "layout": self.layout, "domain_size": self.domain_size}
+        for name in ("weights", "topk_idx", "bias"):
+            if isinstance(kwargs[name], Tensor | tuple):
+                kwargs[name] = [each[name] for each in of_ranks]
+        return kwargs
+
+    def rank_combine_kwargs(self, rank: int) -> dict[str, Any]:
+        """Those of one rank, which a rank's combine takes."""
+        at_home = self.combine_weights in ("tensor", "masked")
         return {
-            "num_experts": self.num_experts,
-            "layout": self.layout,
-            "weights": weights,
-            "topk_idx": [self._masked_ids(rank) for rank in range(self.num_ranks)] if masked else None,
-            "bias": [self._bias(rank) for rank in range(self.num_ranks)] if self.biases else None,
+            "weights": self._home_weights(rank) if at_home else None if self.combine_weights == "none" else "dispatch",
+            "topk_idx": self._masked_ids(rank) if self.combine_weights == "masked" else None,
+            "bias": self._bias(rank) if self.biases else None,
             "out_dtype": self.out_dtype,
             "wire_dtype": self.wire_dtype,
             "scale": self.scale,
-            "domain_size": self.domain_size,
         }
 
     def expert(self, rows: Tensor, result: DispatchResult, rank: int) -> Tensor:
@@ -188,8 +189,11 @@ class Case:
             rng = self._rng(_STREAM_SCALES, rank)
             scales = content_of(rng, tokens, self.scales_width, self.scales_dtype, self.content)
             scales = with_strides(scales, self.scales_strides)
-        ids = tensor_of(_route(self, self._rng(_STREAM_ROUTING, rank), tokens)).to(self.idx_dtype)
-        return RankInput(x, ids, weights, scales)
+        return RankInput(x, self.rank_ids(rank), weights, scales)
+
+    def rank_ids(self, rank: int) -> Tensor:
+        """Of ``rank_input``, topk_idx."""
+        return tensor_of(_route(self, self._rng(_STREAM_ROUTING, rank), self.tokens[rank])).to(self.idx_dtype)
 
     def _home_weights(self, rank: int) -> Tensor:
         rng = self._rng(_STREAM_COMBINE, rank, 0)
@@ -197,7 +201,7 @@ class Case:
 
     def _masked_ids(self, rank: int) -> Tensor:
         """The ids of the dispatch with some choices, and some whole tokens, taken out: they name no expert."""
-        ids = self.rank_input(rank).topk_idx
+        ids = self.rank_ids(rank)
         rng = self._rng(_STREAM_COMBINE, rank, 1)
         gone = (rng.random(tuple(ids.shape)) < 0.3) | (rng.random((len(ids), 1)) < 0.15)
         wrong = torch.tensor([-1, *wrong_ids(self)])

@@ -110,11 +110,7 @@ def dispatch_case(
 
 def combine_options(case: Case, rank: int, device: torch.device) -> dict[str, Any]:
     """Keyword arguments of combine on a rank; the rest the library takes from the handle and the buffer."""
-    kwargs = case.combine_kwargs()
-    for name in ("num_experts", "layout", "domain_size"):
-        del kwargs[name]
-    mine = {name: value[rank] if isinstance(value, list) else value for name, value in kwargs.items()}
-    return {name: _to(value, device) for name, value in mine.items()}
+    return {name: _to(value, device) for name, value in case.rank_combine_kwargs(rank).items()}
 
 
 def combine_case(
