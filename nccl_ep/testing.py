@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from torch._subclasses.fake_tensor import FakeTensorMode
+import torch
 
 from .checks import MAX_RANKS, described, require_timeout, require_within
 from .errors import TimeoutError
@@ -79,9 +79,9 @@ class ThreadGroup:
 @functools.cache
 def _prepare_torch() -> None:
     """For threads that compile, or make fake tensors: where no GPU is, the first of these changes what all threads use,
-    and torch 2.11 crashes if several are the first at once."""
-    with FakeTensorMode():
-        pass
+    and torch 2.11 crashes if several are the first at once. (A fake tensor itself would bring a compiler: a second.)"""
+    if not torch.cuda.is_available():
+        torch._C._ensureCUDADeviceGuardSet()
 
 
 def run_ranks(num_ranks: int, body: Callable[[ThreadGroup], T], timeout: float = 300.0) -> list[T]:
