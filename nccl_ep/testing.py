@@ -78,8 +78,8 @@ class ThreadGroup:
 
 @functools.cache
 def _prepare_torch() -> None:
-    """For threads that compile, or make fake tensors: where no GPU is, the first of these changes what all threads use,
-    and torch 2.11 crashes if several are the first at once. (A fake tensor itself would bring a compiler: a second.)"""
+    """For threads that make fake tensors, as a compiler does: where no GPU is, the first of these changes what all
+    threads use, and torch 2.11 crashes if several are the first at once. (To make one here would bring a compiler.)"""
     if not torch.cuda.is_available():
         torch._C._ensureCUDADeviceGuardSet()
 
