@@ -67,7 +67,7 @@ class Rank:
         return int(self.group.size())
 
     def case(self, **changes: Any) -> Expected:
-        return _expected(small_case(self.size, self.backend, **changes))
+        return _expected(self.size, self.backend, changes)
 
     def buffer(self, case: Case, **options: Any) -> nccl_ep.Buffer:
         """In which all operations of the case fit, of both modes."""
@@ -92,18 +92,13 @@ def small_case(num_ranks: int, backend: Backend, **changes: Any) -> Case:
     return plain_case(num_ranks, **{**plain, **changes})
 
 
-_oracle = threading.Lock()
+_oracle, _made = threading.Lock(), functools.lru_cache(maxsize=128)(Expected)
 
 
-@functools.lru_cache(maxsize=128)
-def _of(case: Case) -> Expected:
-    return Expected(case)
-
-
-def _expected(case: Case) -> Expected:
+def _expected(num_ranks: int, backend: Backend, changes: Mapping[str, Any]) -> Expected:
     """Made by one of the ranks that are threads, for all of them. Nobody may write to it."""
     with _oracle:
-        return _of(case)
+        return _made(small_case(num_ranks, backend, **changes))
 
 
 class World:
@@ -117,7 +112,7 @@ class World:
         raise NotImplementedError
 
     def case(self, **changes: Any) -> Expected:
-        return _expected(small_case(self.num_ranks, self.backend, **changes))
+        return _expected(self.num_ranks, self.backend, changes)
 
     def close(self) -> None:
         """After the last test."""

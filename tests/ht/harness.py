@@ -398,7 +398,7 @@ def check_ht_wire(
 def other_bytes(case: Case, plan: HtPlan, inputs: list[reference.RankInput]) -> torch.Tensor:
     """What is no row, [operation of HtRankResult.wire, sender, peer], by docs/wire_format.md."""
     ranks, domain, topk = case.num_ranks, case.domain_size or case.num_ranks, case.topk
-    is_weighted = case.combine_weights in ("tensor", "masked")
+    is_weighted = case.is_weighted_at_home
     counts, no_counts = 8 * (32 + ranks + case.num_experts), 8 * 32
     other = torch.zeros(4, ranks, ranks, dtype=torch.int64)
     other[0] += counts + no_counts if plan.exact else counts

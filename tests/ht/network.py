@@ -51,7 +51,7 @@ def expected_bytes(
     ranks, size = case.num_ranks, case.domain_size or case.num_ranks
     rows = rows_between(case, inputs)
     counts, no_counts = _aligned(4 * (32 + ranks + case.num_experts)), 4 * 32
-    is_weighted = case.combine_weights in ("tensor", "masked")
+    is_weighted = case.is_weighted_at_home
     sent = torch.zeros(ranks, ranks, dtype=torch.int64)
     for rank in range(ranks):
         for peer in range(ranks):

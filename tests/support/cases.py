@@ -122,11 +122,15 @@ class Case:
                 kwargs[name] = [each[name] for each in of_ranks]
         return kwargs
 
+    @property
+    def is_weighted_at_home(self) -> bool:
+        return self.combine_weights in ("tensor", "masked")
+
     def rank_combine_kwargs(self, rank: int) -> dict[str, Any]:
         """Those of one rank, which a rank's combine takes."""
-        at_home = self.combine_weights in ("tensor", "masked")
+        other = None if self.combine_weights == "none" else "dispatch"
         return {
-            "weights": self._home_weights(rank) if at_home else None if self.combine_weights == "none" else "dispatch",
+            "weights": self._home_weights(rank) if self.is_weighted_at_home else other,
             "topk_idx": self._masked_ids(rank) if self.combine_weights == "masked" else None,
             "bias": self._bias(rank) if self.biases else None,
             "out_dtype": self.out_dtype,

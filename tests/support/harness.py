@@ -219,11 +219,7 @@ def check_padding(got: nccl_ep.DispatchOutput, want: reference.DispatchResult, w
 
 def sends_unweighted(case: Case, *, staged: bool) -> bool:
     """Whether a combine's send sends rows for the home ranks to weight, in their own dtype."""
-    return staged and is_weighted_at_home(case)
-
-
-def is_weighted_at_home(case: Case) -> bool:
-    return case.combine_weights in ("tensor", "masked")
+    return staged and case.is_weighted_at_home
 
 
 def check_wire(
@@ -274,7 +270,7 @@ def check_network(
         for number in range(case.num_ranks // link):
             to_link[source, number] = (links == number).any(-1).sum()
     entries = [-(-tokens * case.topk // 4) * 16 for tokens in case.tokens]
-    is_weighted = is_weighted_at_home(case)
+    is_weighted = case.is_weighted_at_home
     for rank, result in enumerate(got):
         for peer in range(case.num_ranks):
             expected = 0
@@ -296,6 +292,6 @@ def other_bytes(case: Case, inputs: list[reference.RankInput], rows: torch.Tenso
         choices[source] = torch.bincount(ids // local, minlength=ranks)
     id_words = -(-case.topk // (4 if local <= 254 else 2))
     ids_bytes = 8 * (id_words + id_words % 2) * torch.tensor(case.tokens)[:, None]
-    is_weighted = is_weighted_at_home(case)
+    is_weighted = case.is_weighted_at_home
     scalars = choices if case.layout in reference.EXPERT_LAYOUTS else case.topk * rows
     return 3 * 64 + ids_bytes + 8 * choices * (1 + is_weighted) + 8 * scalars.T
